@@ -34,7 +34,7 @@ _LAZY = {
     "task_names": "textrl_env.tasks",
 }
 
-__all__ = ["__version__", *_LAZY]  # noqa: PLE0604 - the names are resolved by __getattr__
+__all__ = ["__version__", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

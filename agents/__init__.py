@@ -1,0 +1,8 @@
+"""Agents with Stable-Baselines3's interface, for language models and for control."""
+
+from agents.grpo import GRPO
+from agents.policies import LMPolicy
+from agents.ppo import PPO
+from agents.rloo import RLOO
+
+__all__ = ["GRPO", "PPO", "RLOO", "LMPolicy"]

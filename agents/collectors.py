@@ -1,0 +1,476 @@
+"""Collection of trajectories: whole completions from an engine, or any environment step by step.
+
+Both fill the same `Trajectories`, and both call the callbacks once per environment step with the
+variables that Stable-Baselines3's agents show them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+
+from agents.policies import LMPolicy
+from agents.sampling import sample_tokens, sampling_uniforms
+from agents.trajectories import Observations, Trajectories
+from textrl_env.core import ScoredCompletions, TokenMDP
+from textrl_env.logprobs import pad_left, pad_right
+
+if TYPE_CHECKING:
+    from agents.agent import Agent
+
+Collect = Callable[["Agent", BaseCallback], Trajectories | None]
+
+
+def generate_completions(agent: Agent, callback: BaseCallback) -> Trajectories | None:
+    """Generates one completion per slot with the engine and has the environment score them.
+
+    Returns:
+        The trajectories, or None where a callback stopped the training.
+    """
+    assert agent.mdp is not None and agent.engine is not None
+    mdp, start = agent.mdp, time.perf_counter()
+    prompt_indices = agent.next_prompts()
+    callback.on_rollout_start()
+    prompts = [mdp.prompt(i) for i in prompt_indices.tolist()]
+    completions = agent.engine.generate(
+        prompts,
+        mdp.termination,
+        mdp.token_mask,
+        mdp.config.temperature,
+        sampling_uniforms(agent.run_seed, agent.rollout, prompt_indices, mdp.max_new_tokens),
+    )
+    scored = mdp.score_completions(
+        prompt_indices.tolist(), completions.tokens, completions.logprobs
+    )
+    tokens, mask = pad_right(completions.tokens)
+    logprobs, _ = pad_right(completions.logprobs, dtype=np.float64)
+    rewards = _shaped_rewards(agent, scored.field("rewards"), logprobs)
+    agent.rollout_seconds = time.perf_counter() - start
+    if not _replay(agent, callback, scored, prompt_indices, tokens, logprobs, rewards):
+        return None
+    prompt_ids, prompt_mask = pad_left([prompt.ids for prompt in prompts])
+    return _text_trajectories(
+        agent,
+        prompt_ids,
+        prompt_mask,
+        tokens,
+        mask,
+        logprobs,
+        rewards,
+        prompt_indices,
+        task_rewards=scored.field("task_rewards"),
+        ref_logprobs=scored.field("ref_logprobs"),
+        terminated=scored.field("terminated"),
+        truncated=scored.field("truncated"),
+        masked=np.array([ending.masked for ending in scored.endings]),
+    )
+
+
+def _shaped_rewards(
+    agent: Agent, rewards: NDArray[np.float64], logprobs: NDArray[np.float64]
+) -> NDArray[np.float32]:
+    """The environment's rewards, less β·log π_old where the mode leaves that to the agent."""
+    if agent.subtracts_kl:
+        assert agent.mdp is not None
+        rewards = rewards - agent.mdp.kl_coef * logprobs
+    return rewards.astype(np.float32)
+
+
+def _replay(
+    agent: Agent,
+    callback: BaseCallback,
+    scored: ScoredCompletions,
+    prompt_indices: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    logprobs: NDArray[np.float64],
+    rewards: NDArray[np.float32],
+) -> bool:
+    """Shows the callbacks each step as if it had been taken now; False where they stop."""
+    assert agent.mdp is not None
+    mdp, n = agent.mdp, len(tokens)
+    prompts = [mdp.prompt(i) for i in prompt_indices.tolist()]
+    prompt_lengths = np.array([len(prompt.ids) for prompt in prompts])
+    observations = {
+        "input_ids": np.full((n, mdp.max_tokens), mdp.pad_token_id, dtype=np.int64),
+        "attention_mask": np.zeros((n, mdp.max_tokens), dtype=np.int8),
+    }
+    for i, prompt in enumerate(prompts):
+        observations["input_ids"][i, : len(prompt.ids)] = prompt.ids
+        observations["attention_mask"][i, : len(prompt.ids)] = 1
+    episodes = EpisodeInfos(n)
+    for t, (step, rows) in enumerate(zip(scored.steps, scored.rows, strict=True)):
+        observations["input_ids"][rows, prompt_lengths[rows] + t] = tokens[rows, t]
+        observations["attention_mask"][rows, prompt_lengths[rows] + t] = 1
+        new_obs = {key: array.copy() for key, array in observations.items()}
+        dones = np.zeros(n, dtype=np.bool_)
+        dones[rows] = step.terminated | step.truncated
+        infos: list[dict[str, Any]] = [{} for _ in range(n)]
+        for i, row in enumerate(rows.tolist()):
+            infos[row] = step.info(i)
+            infos[row]["TimeLimit.truncated"] = bool(step.truncated[i])
+            if dones[row]:
+                infos[row]["terminal_observation"] = {k: v[row] for k, v in new_obs.items()}
+        env_rewards = np.zeros(n, dtype=np.float32)
+        env_rewards[rows] = step.rewards
+        episodes.add(env_rewards, rows, dones, infos)
+        shown = rewards[:, t].copy()
+        if not _on_step(
+            agent,
+            callback,
+            len(rows),
+            t,
+            actions=tokens[:, t],
+            log_probs=torch.from_numpy(logprobs[:, t].astype(np.float32)),
+            values=None,
+            new_obs=new_obs,
+            rewards=shown,
+            dones=dones,
+            infos=infos,
+        ):
+            return False
+        rewards[:, t] = shown
+        agent._update_info_buffer(infos, dones)
+    return True
+
+
+class EpisodeInfos:
+    """Return and length of each slot's episode, for environments that nothing else monitors."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.returns = np.zeros(num_envs, dtype=np.float32)
+        self.lengths = np.zeros(num_envs, dtype=np.int64)
+        self.start = time.time()
+
+    def add(
+        self,
+        rewards: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        dones: NDArray[np.bool_],
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Adds a step of `rows`, and ``episode`` to the infos of those that are done."""
+        self.returns[rows] += rewards[rows]
+        self.lengths[rows] += 1
+        for i in np.flatnonzero(dones).tolist():
+            infos[i].setdefault(
+                "episode",
+                {
+                    "r": float(self.returns[i]),
+                    "l": int(self.lengths[i]),
+                    "t": round(time.time() - self.start, 6),
+                },
+            )
+
+
+def _on_step(
+    agent: Agent, callback: BaseCallback, steps_taken: int, n_steps: int, **shown: Any
+) -> bool:
+    """Counts the step and calls the callbacks with Stable-Baselines3's local variables."""
+    agent.num_timesteps += steps_taken
+    callback.update_locals(
+        {
+            "self": agent,
+            "env": agent.env,
+            "callback": callback,
+            "n_steps": n_steps,
+            "rollout_buffer": agent.rollout_buffer,
+            "clipped_actions": shown["actions"],
+            **shown,
+        }
+    )
+    return bool(callback.on_step())
+
+
+def _text_trajectories(
+    agent: Agent,
+    prompt_ids: NDArray[np.int64],
+    prompt_mask: NDArray[np.bool_],
+    tokens: NDArray[np.int64],
+    mask: NDArray[np.bool_],
+    logprobs: NDArray[np.float64],
+    rewards: NDArray[np.float32],
+    prompt_indices: NDArray[np.int64],
+    *,
+    task_rewards: NDArray[np.float64],
+    ref_logprobs: NDArray[np.float64],
+    terminated: NDArray[np.bool_],
+    truncated: NDArray[np.bool_],
+    masked: NDArray[np.bool_],
+) -> Trajectories:
+    def tensor(array: NDArray[Any]) -> torch.Tensor:
+        kind = {np.dtype(np.float64): np.float32}.get(array.dtype, array.dtype)
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=kind)).to(agent.device)
+
+    assert agent.mdp is not None
+    return Trajectories(
+        observations={"prompt_ids": tensor(prompt_ids), "prompt_mask": tensor(prompt_mask)},
+        actions=tensor(tokens),
+        mask=tensor(mask),
+        logprobs=tensor(logprobs),
+        rewards=tensor(rewards),
+        task_rewards=tensor(task_rewards),
+        terminated=tensor(terminated),
+        truncated=tensor(truncated),
+        groups=tensor(np.arange(len(tokens)) // agent.group_size),
+        valid=tensor(~masked),
+        ref_logprobs=tensor(ref_logprobs) if agent.mdp.reference is not None else None,
+    )
+
+
+def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
+    """Steps each slot of the environment through one episode.
+
+    Slots of a group start from the same state: the same prompt for text, the same reset seed
+    elsewhere. A slot that is done waits, its further steps left out, until all are.
+
+    Returns:
+        The trajectories, or None where a callback stopped the training.
+    """
+    env = agent.env
+    assert env is not None
+    text = isinstance(agent.policy, LMPolicy)
+    start_of_rollout = time.perf_counter()
+    starts = agent.next_prompts()
+    uniforms = None
+    if text:
+        assert agent.mdp is not None
+        env.set_options([{"prompt_index": int(i)} for i in starts])
+        uniforms = torch.from_numpy(
+            sampling_uniforms(agent.run_seed, agent.rollout, starts, agent.mdp.max_new_tokens)
+        )
+    else:
+        # VecEnv.seed() would give each slot another seed; a group shares one.
+        env.unwrapped._seeds = [int(i) for i in starts]
+    obs = env.reset()
+    callback.on_rollout_start()
+    n = env.num_envs
+    active = np.ones(n, dtype=np.bool_)
+    first_obs, steps = obs, []
+    while active.any():
+        actions, log_probs, values = _act(agent, obs, uniforms, len(steps))
+        new_obs, rewards, dones, infos = env.step(_clip(agent, actions))
+        for i in np.flatnonzero(~active | dones):
+            if not active[i]:
+                infos[i], rewards[i], dones[i] = {}, 0.0, False
+            _set(new_obs, i, infos[i].get("terminal_observation", _get(obs, i)))
+        log_probs_array = log_probs.double().cpu().numpy() * active
+        shaped = _shaped_rewards(agent, rewards.astype(np.float64), log_probs_array)
+        keep_going = _on_step(
+            agent,
+            callback,
+            int(active.sum()),
+            len(steps),
+            actions=np.where(active, actions, 0) if actions.ndim == 1 else actions,
+            log_probs=torch.from_numpy(log_probs_array.astype(np.float32)),
+            values=values,
+            new_obs=new_obs,
+            rewards=shaped,
+            dones=dones,
+            infos=infos,
+        )
+        if not keep_going:
+            return None
+        agent._update_info_buffer(infos, dones)
+        steps.append((obs, actions, log_probs_array, shaped, dones, infos, active.copy(), values))
+        active &= ~dones
+        obs = new_obs
+    agent.rollout_seconds = time.perf_counter() - start_of_rollout
+    return _episode_trajectories(agent, first_obs, steps, starts, text)
+
+
+def _act(
+    agent: Agent, obs: Any, uniforms: torch.Tensor | None, t: int
+) -> tuple[NDArray[Any], torch.Tensor, torch.Tensor | None]:
+    """Actions, log-probabilities (n,) and, without `uniforms`, values (n,) for observations."""
+    with torch.no_grad():
+        obs_tensor = obs_as_tensor(obs, agent.device)
+        if uniforms is None:
+            actions, values, log_probs = agent.policy(obs_tensor)
+            return actions.cpu().numpy(), log_probs, values.flatten()
+        assert isinstance(agent.policy, LMPolicy)
+        log_dist = agent.policy.log_distribution(obs_tensor, num_tokens=t)
+        tokens = sample_tokens(log_dist, uniforms[:, min(t, uniforms.shape[1] - 1)])
+        return tokens.cpu().numpy(), log_dist.gather(1, tokens[:, None])[:, 0], None
+
+
+def _clip(agent: Agent, actions: NDArray[Any]) -> NDArray[Any]:
+    """Actions that the environment takes: unscaled or clipped, never what is stored."""
+    if not isinstance(agent.action_space, spaces.Box):
+        return actions
+    if agent.policy.squash_output:
+        return agent.policy.unscale_action(actions)
+    return np.clip(actions, agent.action_space.low, agent.action_space.high)
+
+
+def _episode_trajectories(
+    agent: Agent, first_obs: Any, steps: list[Any], starts: NDArray[np.int64], text: bool
+) -> Trajectories:
+    obs, actions, logprobs, rewards, dones, infos, active, values = zip(*steps, strict=True)
+    mask = np.stack(active, 1)
+    masked = np.zeros(len(mask), dtype=np.bool_)
+    fields = {name: np.zeros(mask.shape) for name in ("task_reward", "ref_logprob")}
+    truncated = np.zeros(mask.shape, dtype=np.bool_)
+    final_values = torch.zeros(mask.shape)
+    for t, step_infos in enumerate(infos):
+        for i, info in enumerate(step_infos):
+            fields["task_reward"][i, t] = info.get("task_reward", rewards[t][i])
+            fields["ref_logprob"][i, t] = info.get("ref_logprob", 0.0)
+            truncated[i, t] = info.get("TimeLimit.truncated", False)
+            masked[i] |= info.get("masked", False)
+    done = np.stack(dones, 1)
+    if text:
+        prompt_ids, prompt_mask = pad_left(
+            [ids[m.astype(bool)] for ids, m in zip(*map(first_obs.get, _TEXT_KEYS), strict=True)]
+        )
+        return _text_trajectories(
+            agent,
+            prompt_ids,
+            prompt_mask,
+            np.where(mask, np.stack(actions, 1), 0),
+            mask,
+            np.stack(logprobs, 1),
+            np.stack(rewards, 1),
+            starts,
+            task_rewards=fields["task_reward"],
+            ref_logprobs=fields["ref_logprob"],
+            terminated=done & ~truncated,
+            truncated=truncated,
+            masked=masked,
+        )
+    if agent.uses_critic:
+        for i, t in zip(*np.nonzero(truncated), strict=True):
+            final_values[i, t] = _value(agent, infos[t][i]["terminal_observation"])
+    device = agent.device
+    return Trajectories(
+        observations=_stack([obs_as_tensor(o, device) for o in obs]),
+        actions=torch.from_numpy(np.stack(actions, 1)).to(device),
+        mask=torch.from_numpy(mask).to(device),
+        logprobs=torch.from_numpy(np.stack(logprobs, 1)).float().to(device),
+        rewards=torch.from_numpy(np.stack(rewards, 1) * mask).to(device),
+        task_rewards=torch.from_numpy(fields["task_reward"]).float().to(device),
+        terminated=torch.from_numpy(done & ~truncated).to(device),
+        truncated=torch.from_numpy(truncated).to(device),
+        groups=torch.from_numpy(np.arange(len(mask)) // agent.group_size).to(device),
+        valid=torch.from_numpy(~masked).to(device),
+        values=torch.stack(values, 1) if agent.uses_critic else None,
+        final_values=final_values.to(device) if agent.uses_critic else None,
+        last_values=torch.zeros(len(mask), device=device) if agent.uses_critic else None,
+    )
+
+
+_TEXT_KEYS = ("input_ids", "attention_mask")
+
+
+def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | None:
+    """Takes `n_steps` steps in every slot, across the ends of episodes, as PPO does on control.
+
+    Returns:
+        The trajectories, or None where a callback stopped the training.
+    """
+    env: VecEnv | None = agent.env
+    assert env is not None and agent._last_obs is not None
+    start = time.perf_counter()
+    callback.on_rollout_start()
+    steps = []
+    new_obs: Any = None
+    for n_steps in range(agent.n_steps):
+        obs = agent._last_obs
+        actions, log_probs, values = _act(agent, obs, None, n_steps)
+        new_obs, rewards, dones, infos = env.step(_clip(agent, actions))
+        shaped = _shaped_rewards(agent, rewards.astype(np.float64), log_probs.cpu().numpy())
+        keep_going = _on_step(
+            agent,
+            callback,
+            env.num_envs,
+            n_steps,
+            obs_tensor=obs_as_tensor(obs, agent.device),
+            actions=actions,
+            log_probs=log_probs,
+            values=values,
+            new_obs=new_obs,
+            rewards=shaped,
+            dones=dones,
+            infos=infos,
+        )
+        if not keep_going:
+            return None
+        agent._update_info_buffer(infos, dones)
+        truncated = np.array([info.get("TimeLimit.truncated", False) for info in infos])
+        final_values = torch.zeros(env.num_envs, device=agent.device)
+        for i in np.flatnonzero(truncated):
+            final_values[i] = _value(agent, infos[i]["terminal_observation"])
+        steps.append(
+            (obs_as_tensor(obs, agent.device), actions, log_probs, values, shaped, dones,
+             truncated, final_values)
+        )  # fmt: skip
+        agent._last_obs = new_obs
+        agent._last_episode_starts = dones
+    with torch.no_grad():
+        last_values = agent.policy.predict_values(obs_as_tensor(new_obs, agent.device)).flatten()
+    agent.rollout_seconds = time.perf_counter() - start
+    obs_steps, actions_steps, logprobs, value_steps, rewards_steps, dones_steps, cut, finals = zip(
+        *steps, strict=True
+    )
+    device = agent.device
+    done = np.stack(dones_steps, 1)
+    truncated = np.stack(cut, 1)
+    reward_tensor = torch.from_numpy(np.stack(rewards_steps, 1)).to(device)
+    return Trajectories(
+        observations=_stack(obs_steps),
+        actions=torch.from_numpy(np.stack(actions_steps, 1)).to(device),
+        mask=torch.ones(done.shape, dtype=torch.bool, device=device),
+        logprobs=torch.stack(logprobs, 1),
+        rewards=reward_tensor,
+        task_rewards=reward_tensor,
+        terminated=torch.from_numpy(done & ~truncated).to(device),
+        truncated=torch.from_numpy(truncated).to(device),
+        groups=torch.arange(env.num_envs, device=device),
+        valid=torch.ones(env.num_envs, dtype=torch.bool, device=device),
+        values=torch.stack(value_steps, 1),
+        final_values=torch.stack(finals, 1),
+        last_values=last_values,
+    )
+
+
+def _value(agent: Agent, observation: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return agent.policy.predict_values(agent.policy.obs_to_tensor(observation)[0])[0, 0]
+
+
+def _stack(observations: Any) -> Observations:
+    """Per-step tensors (or dictionaries of them), each (n, ...), as (n, T, ...)."""
+    if isinstance(observations[0], Mapping):
+        return {key: torch.stack([o[key] for o in observations], 1) for key in observations[0]}
+    return torch.stack(list(observations), 1)
+
+
+def _get(observations: Any, i: int) -> Any:
+    if isinstance(observations, Mapping):
+        return {key: value[i] for key, value in observations.items()}
+    return observations[i]
+
+
+def _set(observations: Any, i: int, value: Any) -> None:
+    if isinstance(observations, Mapping):
+        for key in observations:
+            observations[key][i] = value[key]
+    else:
+        observations[i] = value
+
+
+def find_mdp(env: VecEnv) -> TokenMDP | None:
+    """Returns the token process inside a vector environment, or None where it is not text."""
+    try:
+        mdp = env.get_attr("mdp")[0]
+    except AttributeError:
+        return None
+    return mdp if isinstance(mdp, TokenMDP) else None

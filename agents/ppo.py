@@ -1,0 +1,200 @@
+"""PPO: proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gymnasium.vector import VectorEnv
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.type_aliases import GymEnv, Schedule
+from stable_baselines3.common.utils import FloatSchedule
+
+from agents.advantages import gae
+from agents.agent import Agent, is_language_policy
+from agents.kl_control import KLController
+from agents.masked import masked_mean, masked_var
+from agents.objectives import clipped_objective, value_loss
+from agents.trajectories import Trajectories
+
+
+class PPO(Agent):
+    """The clipped objective with a critic and generalised advantage estimation.
+
+    The arguments are those of ``stable_baselines3.PPO``, with the same defaults on control. Where
+    text wants another value, the default is None and says which.
+
+    Args:
+        policy: ``"LMPolicy"`` for text; ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``
+            or a policy class otherwise.
+        env: Gymnasium id, `Env`, Gymnasium `VectorEnv` or Stable-Baselines3 `VecEnv`.
+        learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
+            and 1e-5 on text.
+        n_steps: Steps per slot and rollout. None is 2,048; on text it stays None, and a rollout is
+            one whole completion per slot.
+        batch_size: Transitions per optimiser step, on text completions. None is 64.
+        n_epochs: Passes over a rollout. None is 10, and 2 on text.
+        gamma: Discount γ. None is 0.99, and 1.0 on text, where it would favour short completions.
+        gae_lambda: λ of the advantage (arXiv:1506.02438). None is 0.95, and 1.0 on text.
+        clip_range: The probability ratio is clipped below 1 − clip_range and above 1 + clip_range;
+            a number, or a function of the remaining progress.
+        clip_range_vf: Clips the change of the value; None does not.
+        normalize_advantage: Whitens the advantages of each mini-batch.
+        ent_coef: Weight of the entropy bonus.
+        vf_coef: Weight of the value loss.
+        max_grad_norm: Gradients are clipped to this norm.
+        use_sde: State-dependent exploration, for continuous actions.
+        sde_sample_freq: Steps between its noise samples; -1 once per rollout.
+        target_kl: Stops the epochs when the KL to the rollout's policy exceeds 1.5 times this.
+        stats_window_size: Episodes that the logged means cover.
+        tensorboard_log: Folder for TensorBoard, or None.
+        policy_kwargs: Arguments of the policy, such as ``{"net_arch": [64, 64]}``.
+        verbose: 0 silent, 1 logs to the terminal.
+        seed: Seeds everything that the agent draws.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"``.
+        clip_range_high: Upper clip, where it differs from `clip_range` (DAPO, arXiv:2503.14476).
+        clip_range_lower: Dual clip c > 1 (arXiv:1912.09729): bounds the loss of a token with a
+            negative advantage by c·|A|. None is none, and 3.0 on text; infinity leaves it out.
+        micro_batch_size: Rows that are run at a time. It bounds memory and changes nothing.
+        loss_aggregation: How token losses become one number, see `agents.aggregation`.
+        kl_loss_coef: Weight of the KL to the reference as a loss.
+        kl_loss: Its estimator, see `textrl_env.kl`.
+        kl_controller: Changes the environment's `kl_coef` after each rollout; None keeps it.
+        collector: ``"generate"``, ``"step"`` or ``"auto"``, see `Agent`.
+
+    Examples:
+        >>> agent = PPO("MlpPolicy", "CartPole-v1", n_steps=64, seed=0).learn(64)
+        >>> agent.num_timesteps, agent.gamma
+        (64, 0.99)
+        >>> import gymnasium as gym
+        >>> env = gym.make_vec("textrl_env:TextRL-v0", num_envs=8, task="addition", kl_coef=0.01)
+        >>> PPO("LMPolicy", env, learning_rate=5e-4, seed=0).learn(20).gamma
+        1.0
+    """
+
+    uses_critic = True
+
+    def __init__(
+        self,
+        policy: str | type[BasePolicy],
+        env: GymEnv | VectorEnv[Any, Any, Any] | str | None,
+        learning_rate: float | Schedule | None = None,
+        n_steps: int | None = None,
+        batch_size: int | None = None,
+        n_epochs: int | None = None,
+        gamma: float | None = None,
+        gae_lambda: float | None = None,
+        clip_range: float | Schedule = 0.2,
+        clip_range_vf: float | Schedule | None = None,
+        normalize_advantage: bool = True,
+        ent_coef: float = 0.0,
+        vf_coef: float = 0.5,
+        max_grad_norm: float = 0.5,
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
+        target_kl: float | None = None,
+        stats_window_size: int = 100,
+        tensorboard_log: str | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        verbose: int = 0,
+        seed: int | None = None,
+        device: torch.device | str = "auto",
+        _init_setup_model: bool = True,
+        *,
+        clip_range_high: float | Schedule | None = None,
+        clip_range_lower: float | None = None,
+        micro_batch_size: int | None = None,
+        loss_aggregation: str = "token-mean",
+        kl_loss_coef: float = 0.0,
+        kl_loss: str = "k2",
+        kl_controller: KLController | None = None,
+        collector: str = "auto",
+    ) -> None:
+        text = is_language_policy(policy)
+        self.gamma = _default(gamma, 1.0 if text else 0.99)
+        self.gae_lambda = _default(gae_lambda, 1.0 if text else 0.95)
+        self.clip_range = clip_range
+        self.clip_range_high = clip_range_high
+        self.clip_range_lower = _default(clip_range_lower, 3.0 if text else None)
+        self.clip_range_vf = clip_range_vf
+        self.normalize_advantage = normalize_advantage
+        super().__init__(
+            policy,
+            env,
+            learning_rate=_default(learning_rate, 1e-5 if text else 3e-4),
+            n_steps=_default(n_steps, None if text else 2048),
+            batch_size=_default(batch_size, 64),
+            micro_batch_size=micro_batch_size,
+            n_epochs=_default(n_epochs, 2 if text else 10),
+            group_size=1,
+            ent_coef=ent_coef,
+            vf_coef=vf_coef,
+            max_grad_norm=max_grad_norm,
+            loss_aggregation=loss_aggregation,
+            kl_loss_coef=kl_loss_coef,
+            kl_loss=kl_loss,
+            kl_controller=kl_controller,
+            target_kl=target_kl,
+            collector=collector,
+            stats_window_size=stats_window_size,
+            tensorboard_log=tensorboard_log,
+            policy_kwargs=policy_kwargs,
+            verbose=verbose,
+            seed=seed,
+            device=device,
+            use_sde=use_sde,
+            sde_sample_freq=sde_sample_freq,
+            _init_setup_model=_init_setup_model,
+        )
+
+    def compute_advantages(self, trajectories: Trajectories) -> None:
+        """Generalised advantage estimates, and the returns that the critic learns."""
+        assert trajectories.values is not None
+        trajectories.advantages, trajectories.returns = gae(
+            trajectories.rewards,
+            trajectories.values,
+            terminated=trajectories.terminated,
+            truncated=trajectories.truncated,
+            mask=trajectories.mask,
+            final_values=trajectories.final_values,
+            last_values=trajectories.last_values,
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+        )
+
+    def prepare_mini_batch(self, batch: Trajectories) -> Trajectories:
+        """Normalises the advantages over the mini-batch, as Stable-Baselines3 does."""
+        if self.normalize_advantage and int(batch.loss_mask.sum()) > 1:
+            assert batch.advantages is not None
+            mean = masked_mean(batch.advantages, batch.loss_mask)
+            std = masked_var(batch.advantages, batch.loss_mask).sqrt()
+            batch.advantages = (batch.advantages - mean) / (std + 1e-8)
+        return batch
+
+    def policy_loss(
+        self, logprobs: torch.Tensor, batch: Trajectories
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The clipped objective (eq. 7)."""
+        assert batch.advantages is not None
+        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
+        return clipped_objective(
+            logprobs,
+            batch.logprobs,
+            batch.advantages,
+            self._now(self.clip_range),
+            self._now(high),
+            self.clip_range_lower,
+        )
+
+    def value_loss(self, values: torch.Tensor, batch: Trajectories) -> torch.Tensor:
+        """Squared error to the returns, clipped around the old value where asked."""
+        assert batch.returns is not None
+        clip_range = None if self.clip_range_vf is None else self._now(self.clip_range_vf)
+        return value_loss(values, batch.returns, batch.values, clip_range)
+
+    def _now(self, clip_range: float | Schedule) -> float:
+        return FloatSchedule(clip_range)(self._current_progress_remaining)
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value

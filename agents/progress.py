@@ -1,0 +1,51 @@
+"""The progress bar of `learn(progress_bar=True)`."""
+
+from __future__ import annotations
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from stable_baselines3.common.callbacks import BaseCallback
+
+# What is shown, and the logged values that it is read from, in order of preference.
+_SHOWN = {
+    "reward": ("rollout/task_reward", "rollout/ep_rew_mean"),
+    "KL": ("rollout/kl",),
+    "entropy": ("train/entropy", "rollout/entropy"),
+    "length": ("rollout/length",),
+}
+
+
+class ProgressCallback(BaseCallback):
+    """Shows reward, KL to the reference, entropy, episode length and speed while training.
+
+    The bar is drawn on a terminal only; elsewhere its last state is printed at the end.
+    """
+
+    def _on_training_start(self) -> None:
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}"),
+        )
+        total = self.locals["total_timesteps"]
+        self._task = self._progress.add_task(
+            "", total=total, completed=self.num_timesteps, values=""
+        )
+        self._progress.start()
+
+    def _on_step(self) -> bool:
+        self._progress.update(self._task, completed=self.model.num_timesteps)
+        return True
+
+    def _on_rollout_end(self) -> None:
+        logged = self.logger.name_to_value
+        parts = []
+        for label, names in _SHOWN.items():
+            value = next((logged[name] for name in names if name in logged), None)
+            if value is not None:
+                parts.append(f"{label} {value:.3g}")
+        parts.append(f"{self.model.steps_per_second():,.0f} steps/s")
+        self._progress.update(self._task, values="  ".join(parts))
+
+    def _on_training_end(self) -> None:
+        self._progress.stop()

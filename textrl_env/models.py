@@ -1,0 +1,146 @@
+"""Loading tokenizers and causal language models by name, directory or hub id."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+
+
+def resolve_model(name: str | os.PathLike[str]) -> str:
+    """Returns what ``from_pretrained`` loads: the directory of an embedded model, or `name`.
+
+    Examples:
+        >>> resolve_model("tiny").endswith("tiny")
+        True
+    """
+    return str(EMBEDDED.get(str(name), name))
+
+
+def _load(loader: Any, name: str | os.PathLike[str], **kwargs: Any) -> Any:
+    try:
+        return loader.from_pretrained(resolve_model(name), **kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Model {str(name)!r} could not be loaded by {loader.__name__}: it is neither one of "
+            f"the embedded models {sorted(EMBEDDED)}, nor a directory that transformers loads, nor "
+            f"a hub id that can be reached from here ({_first_line(error)})."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a model, shared between callers.
+
+    Raises:
+        ValueError: The model is unknown, or its tokenizer has no end-of-sequence token.
+    """
+    return _tokenizer(os.fspath(name))
+
+
+@functools.lru_cache(maxsize=8)
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer = _load(AutoTokenizer, name)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer of {name!r} has no end-of-sequence token, so an episode could "
+            "not end; set `eos_token` in its tokenizer_config.json."
+        )
+    return tokenizer
+
+
+def load_config(name: str | os.PathLike[str]) -> Any:
+    """Returns the transformers configuration of a model, of its text part where there are more."""
+    return _config(os.fspath(name))
+
+
+@functools.lru_cache(maxsize=8)
+def _config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, name).get_text_config()
+
+
+def check_context(config: Any, num_tokens: int) -> None:
+    """Raises ValueError where a model's context does not hold `num_tokens`."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and num_tokens > limit:
+        raise ValueError(
+            f"Prompt and completion take up to {num_tokens} tokens, but the model's context has "
+            f"{limit}; lower max_prompt_tokens or max_new_tokens."
+        )
+
+
+def eos_token_ids(name: str | os.PathLike[str]) -> list[int]:
+    """Returns every id that ends a sequence: the tokenizer's and the model configuration's."""
+    configured = load_config(name).eos_token_id
+    ids = {load_tokenizer(name).eos_token_id}
+    ids.update(configured if isinstance(configured, list | tuple) else [configured])
+    return sorted(i for i in ids if i is not None)
+
+
+def choose_device(device: str) -> str:
+    """Returns `device`, with ``"auto"`` resolved to a GPU where there is one."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device is {device!r}, which torch cannot use here ({_first_line(error)}); use 'cpu', "
+            "'cuda' or 'auto'."
+        ) from error
+    return device
+
+
+def choose_dtype(dtype: str, device: str) -> torch.dtype:
+    """Returns the torch dtype; ``"auto"`` is bfloat16 on a GPU and float32 elsewhere."""
+    import torch
+
+    if dtype == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    resolved = getattr(torch, dtype, None)
+    if not isinstance(resolved, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'.")
+    return resolved
+
+
+def load_causal_lm(
+    name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
+) -> PreTrainedModel:
+    """Returns a causal language model in evaluation mode.
+
+    Raises:
+        ValueError: The model is unknown, or is not a causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    device = choose_device(device)
+    model = _load(AutoModelForCausalLM, name, dtype=choose_dtype(dtype, device))
+    return model.to(device).eval()
+
+
+def load_frozen(
+    name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
+) -> PreTrainedModel:
+    """Returns a frozen model, one copy per process however many environments ask."""
+    return _frozen(os.fspath(name), choose_device(device), dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def _frozen(name: str, device: str, dtype: str) -> PreTrainedModel:
+    return load_causal_lm(name, device, dtype).requires_grad_(False)
