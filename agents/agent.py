@@ -44,7 +44,7 @@ from agents.sampling import PromptSampler
 from agents.trajectories import Trajectories
 from textrl_env.core import TokenMDP
 from textrl_env.kl import kl_estimate
-from textrl_env.sb3 import GymVecEnv
+from textrl_env.sb3 import GymVecEnv, announce_kl_consumer
 from textrl_env.tasks import FunctionTask
 
 SelfAgent = TypeVar("SelfAgent", bound="Agent")
@@ -69,7 +69,8 @@ class Agent(BaseAlgorithm):
         policy: ``"LMPolicy"`` for text; ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``
             or a policy class otherwise.
         env: Gymnasium id, `Env`, Gymnasium `VectorEnv` or Stable-Baselines3 `VecEnv`.
-        learning_rate: A number, or a function of the remaining progress (1 to 0).
+        learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
+            and 1e-5 for a language model.
         n_steps: Steps per slot and rollout; None collects one whole episode per slot.
         batch_size: Rows of a mini-batch: completions for text, transitions elsewhere. None takes
             the whole rollout.
@@ -83,7 +84,7 @@ class Agent(BaseAlgorithm):
         loss_aggregation: How token losses become one number, see `agents.aggregation`.
         kl_loss_coef: Weight of the KL to the reference as a loss.
         kl_loss: Its estimator, see `textrl_env.kl`; or ``"full"``.
-        kl_controller: Changes the environment's `kl_coef` after each rollout; None keeps it.
+        kl_controller: Sets the environment's `kl_coef`, anew after each rollout; None keeps it.
         target_kl: Stops the epochs when the KL to the rollout's policy exceeds 1.5 times this.
         collector: ``"generate"`` (whole completions from the engine), ``"step"``, or ``"auto"``:
             generate where the environment is a native ``TextRL-v0`` vector, step elsewhere.
@@ -105,13 +106,14 @@ class Agent(BaseAlgorithm):
         "MultiInputPolicy": MultiInputActorCriticPolicy,
     }
     uses_critic: ClassVar[bool] = False
+    policy: ActorCriticPolicy
 
     def __init__(
         self,
         policy: str | type[BasePolicy],
         env: GymEnv | VectorEnv[Any, Any, Any] | str | None,
         *,
-        learning_rate: float | Schedule,
+        learning_rate: float | Schedule | None,
         n_steps: int | None,
         batch_size: int | None,
         micro_batch_size: int | None,
@@ -137,6 +139,8 @@ class Agent(BaseAlgorithm):
         _init_setup_model: bool = True,
     ) -> None:
         self.policy_name = policy
+        if learning_rate is None:
+            learning_rate = 1e-5 if is_language_policy(policy) else 3e-4
         super().__init__(
             policy,
             env,  # type: ignore[arg-type]
@@ -157,7 +161,7 @@ class Agent(BaseAlgorithm):
                 spaces.MultiBinary,
             ),
         )
-        self.n_steps = n_steps  # type: ignore[assignment]
+        self.n_steps = n_steps
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.n_epochs = n_epochs
@@ -171,8 +175,7 @@ class Agent(BaseAlgorithm):
         self.kl_controller = kl_controller
         self.target_kl = target_kl
         self.collector = collector
-        # Large and odd enough that two unseeded runs differ, small enough for JSON.
-        self.run_seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed  # type: ignore[operator]
+        self.run_seed = int(np.random.default_rng().integers(2**32)) if seed is None else seed
         self.rollout = 0
         self.rollout_seconds = 0.0
         self.rollout_buffer: Trajectories | None = None
@@ -209,14 +212,15 @@ class Agent(BaseAlgorithm):
                 policy_kwargs.setdefault("temperature", self.mdp.config.temperature)
                 policy_kwargs.setdefault("allowed_tokens", self.mdp.config.allowed_tokens)
                 self.policy_kwargs = policy_kwargs
-        self.policy = self.policy_class(
+        policy = self.policy_class(
             self.observation_space,
             self.action_space,
             self.lr_schedule,
             use_sde=self.use_sde,
             **policy_kwargs,
         )
-        self.policy = self.policy.to(self.device)
+        assert isinstance(policy, ActorCriticPolicy)
+        self.policy = policy.to(self.device)
         if isinstance(self.policy, LMPolicy):
             self.engine = TorchEngine(self.policy.lm)
         self._use_env()
@@ -227,8 +231,8 @@ class Agent(BaseAlgorithm):
             return
         self.mdp = find_mdp(self.env)
         text = isinstance(self.policy, LMPolicy)
-        if text and self.mdp is not None:
-            self.policy.token_mask = self.mdp.token_mask
+        if isinstance(self.policy, LMPolicy) and self.mdp is not None:
+            self.policy.set_token_mask(self.mdp.token_mask)
             if self.policy.temperature != self.mdp.config.temperature:
                 raise ValueError(
                     f"The policy's temperature is {self.policy.temperature} and the environment's "
@@ -236,7 +240,9 @@ class Agent(BaseAlgorithm):
                     "the distribution that is sampled from, so set one."
                 )
         if self.subtracts_kl:
-            self.env.env_method("announce_kl_consumer")
+            announce_kl_consumer(self.env)
+        if self.kl_controller is not None and self.mdp is not None:
+            self._set_kl_coef(self.kl_controller.coef)
         if self.kl_loss_coef and (self.mdp is None or self.mdp.config.reference_name is None):
             raise ValueError(
                 f"kl_loss_coef is {self.kl_loss_coef}, but the environment scores no reference; "
@@ -275,7 +281,7 @@ class Agent(BaseAlgorithm):
 
     @property
     def subtracts_kl(self) -> bool:
-        """Whether this agent takes β·log π_old from the rewards, as ``kl_mode="reference"`` asks."""
+        """Whether this agent subtracts β·log π_old, as ``kl_mode="reference"`` asks."""
         return self.mdp is not None and self.mdp.config.kl_mode == "reference"
 
     def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
@@ -579,11 +585,18 @@ class Agent(BaseAlgorithm):
         assert self.mdp is not None
         kl = torch.where(batch.mask, batch.logprobs - batch.ref_logprobs, 0.0).sum(1).mean()
         self.kl_controller.update(float(kl), len(batch))
-        self.mdp.kl_coef = self.kl_controller.coef
+        self._set_kl_coef(self.kl_controller.coef)
+
+    def _set_kl_coef(self, kl_coef: float) -> None:
+        assert self.env is not None
+        assert self.mdp is not None
+        self.mdp.kl_coef = kl_coef  # a copy where the environments run in other processes
+        self.env.env_method("set_kl_coef", kl_coef)
 
     def dump_logs(self, iteration: int = 0) -> None:
         """Writes the logs of the last rollout and update."""
-        assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
+        assert self.ep_info_buffer is not None
+        assert self.ep_success_buffer is not None
         if iteration > 0:
             self.logger.record("time/iterations", iteration, exclude="tensorboard")
         if len(self.ep_info_buffer) > 0:

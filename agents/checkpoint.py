@@ -60,8 +60,6 @@ def counters(agent: Agent) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state_all()
     if agent.env is not None:
         state["prompt_position"] = agent.prompt_sampler.position
-    if agent.mdp is not None:
-        state["kl_coef"] = agent.mdp.kl_coef
     if agent.kl_controller is not None:
         state["kl_controller"] = agent.kl_controller.state_dict()
     if agent.ep_info_buffer is not None and agent.ep_success_buffer is not None:
@@ -147,7 +145,7 @@ def load(
     agent.policy.optimizer.load_state_dict(state["optimizer"])
     _restore_counters(agent, state["counters"])
     if not force_reset and agent.env is not None:
-        agent._last_obs = agent.env.reset()
+        agent._last_obs = agent.env.reset()  # type: ignore[assignment]
         agent._last_episode_starts = np.ones((agent.n_envs,), dtype=np.bool_)
     return agent
 
@@ -161,10 +159,10 @@ def _restore_counters(agent: Agent, state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     if agent.env is not None and "prompt_position" in state:
         agent.prompt_sampler.position = state["prompt_position"]
-    if agent.mdp is not None and "kl_coef" in state and agent.kl_controller is not None:
-        agent.mdp.kl_coef = state["kl_coef"]
     if agent.kl_controller is not None and "kl_controller" in state:
         agent.kl_controller.load_state_dict(state["kl_controller"])
+        if agent.mdp is not None:
+            agent._set_kl_coef(agent.kl_controller.coef)
     if "episodes" in state:
         size = agent._stats_window_size
         agent.ep_info_buffer = deque(state["episodes"], maxlen=size)

@@ -36,11 +36,12 @@ def generate_completions(agent: Agent, callback: BaseCallback) -> Trajectories |
     Returns:
         The trajectories, or None where a callback stopped the training.
     """
-    assert agent.mdp is not None and agent.engine is not None
+    assert agent.mdp is not None
+    assert agent.engine is not None
     mdp, start = agent.mdp, time.perf_counter()
     prompt_indices = agent.next_prompts()
     callback.on_rollout_start()
-    prompts = [mdp.prompt(i) for i in prompt_indices.tolist()]
+    prompts = mdp.encode_prompts(prompt_indices.tolist())
     completions = agent.engine.generate(
         prompts,
         mdp.termination,
@@ -97,9 +98,9 @@ def _replay(
     """Shows the callbacks each step as if it had been taken now; False where they stop."""
     assert agent.mdp is not None
     mdp, n = agent.mdp, len(tokens)
-    prompts = [mdp.prompt(i) for i in prompt_indices.tolist()]
+    prompts = mdp.encode_prompts(prompt_indices.tolist())
     prompt_lengths = np.array([len(prompt.ids) for prompt in prompts])
-    observations = {
+    observations: dict[str, NDArray[Any]] = {
         "input_ids": np.full((n, mdp.max_tokens), mdp.pad_token_id, dtype=np.int64),
         "attention_mask": np.zeros((n, mdp.max_tokens), dtype=np.int8),
     }
@@ -254,11 +255,12 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
     callback.on_rollout_start()
     n = env.num_envs
     active = np.ones(n, dtype=np.bool_)
-    first_obs, steps = obs, []
+    first_obs: Any = obs
+    steps: list[tuple[Any, ...]] = []
     while active.any():
         actions, log_probs, values = _act(agent, obs, uniforms, len(steps))
         new_obs, rewards, dones, infos = env.step(_clip(agent, actions))
-        for i in np.flatnonzero(~active | dones):
+        for i in np.flatnonzero(~active | dones).tolist():
             if not active[i]:
                 infos[i], rewards[i], dones[i] = {}, 0.0, False
             _set(new_obs, i, infos[i].get("terminal_observation", _get(obs, i)))
@@ -377,11 +379,13 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         The trajectories, or None where a callback stopped the training.
     """
     env: VecEnv | None = agent.env
-    assert env is not None and agent._last_obs is not None
+    assert env is not None
+    assert agent._last_obs is not None
     start = time.perf_counter()
     callback.on_rollout_start()
     steps = []
     new_obs: Any = None
+    assert agent.n_steps is not None
     for n_steps in range(agent.n_steps):
         obs = agent._last_obs
         actions, log_probs, values = _act(agent, obs, None, n_steps)

@@ -76,7 +76,7 @@ def evaluate_task(
         uniforms = sampling_uniforms(seed, 0, indices, mdp.max_new_tokens)
     try:
         completions = TorchEngine(policy.lm).generate(
-            [mdp.prompt(i) for i in indices],
+            mdp.encode_prompts(indices),
             mdp.termination,
             policy.token_mask,
             policy.temperature,

@@ -32,8 +32,9 @@ class GRPO(Agent):
             or a policy class otherwise.
         env: Gymnasium id, `Env`, Gymnasium `VectorEnv` or Stable-Baselines3 `VecEnv`. One rollout
             is one episode per slot, so `num_envs` is ``prompts per rollout × group_size``.
-        learning_rate: A number, or a function of the remaining progress (1 to 0). About 1e-6 to
-            1e-5 for a pre-trained model of 0.1 to 7 billion parameters; `tiny` takes 5e-4.
+        learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
+            and 1e-5 for a language model: 1e-6 to 1e-5 is usual for 0.1 to 7 billion parameters,
+            and `tiny` takes 5e-4.
         batch_size: Episodes per optimiser step; None takes the whole rollout, which is on-policy.
         micro_batch_size: Episodes that are run at a time. It bounds memory and changes nothing.
         n_epochs: Passes over a rollout.
@@ -50,7 +51,7 @@ class GRPO(Agent):
             environment's `kl_coef` puts it into the reward instead; use one of the two.
         kl_loss: Estimator of that loss: ``"k2"`` has the right gradient, ``"k3"`` is the paper's;
             see `textrl_env.kl`.
-        kl_controller: Changes the environment's `kl_coef` after each rollout; None keeps it.
+        kl_controller: Sets the environment's `kl_coef`, anew after each rollout; None keeps it.
         loss_aggregation: How token losses become one number: ``"seq-mean-token-mean"`` as in the
             paper, ``"token-mean"`` as in DAPO, see `agents.aggregation`.
         max_grad_norm: Gradients are clipped to this norm.
@@ -79,7 +80,7 @@ class GRPO(Agent):
         self,
         policy: str | type[BasePolicy],
         env: GymEnv | VectorEnv[Any, Any, Any] | str | None,
-        learning_rate: float | Schedule = 1e-5,
+        learning_rate: float | Schedule | None = None,
         batch_size: int | None = None,
         micro_batch_size: int | None = None,
         n_epochs: int = 1,

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.distributions import CategoricalDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.type_aliases import Schedule
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -108,6 +108,10 @@ class LMPolicy(ActorCriticPolicy):
             **self.optimizer_kwargs,
         )
 
+    def set_token_mask(self, token_mask: TokenMask) -> None:
+        """Takes the environment's mask, which may also ask for a least number of tokens."""
+        self.token_mask = token_mask
+
     # Stable-Baselines3's interface
 
     def set_training_mode(self, mode: bool) -> None:
@@ -115,7 +119,7 @@ class LMPolicy(ActorCriticPolicy):
         self.training = mode
 
     def forward(
-        self, obs: Mapping[str, torch.Tensor], deterministic: bool = False
+        self, obs: PyTorchObs, deterministic: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns actions (n,), values (n, 1) and log-probabilities (n,)."""
         log_dist, values = self._next_token(obs)
@@ -124,20 +128,20 @@ class LMPolicy(ActorCriticPolicy):
         return actions, values, distribution.log_prob(actions)
 
     def evaluate_actions(
-        self, obs: Mapping[str, torch.Tensor], actions: torch.Tensor
+        self, obs: PyTorchObs, actions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns values (n, 1), log-probabilities (n,) and entropies (n,) of given actions."""
         log_dist, values = self._next_token(obs)
         distribution = self.action_dist.proba_distribution(log_dist)
         return values, distribution.log_prob(actions.long().flatten()), distribution.entropy()
 
-    def get_distribution(self, obs: Mapping[str, torch.Tensor]) -> CategoricalDistribution:
+    def get_distribution(self, obs: PyTorchObs) -> CategoricalDistribution:
         """Returns the distribution of the next token."""
         # A new object: TRPO holds the old distribution beside the new one.
-        distribution = CategoricalDistribution(self.action_dist.action_dim)
+        distribution = CategoricalDistribution(int(self.action_space.n))  # type: ignore[attr-defined]
         return distribution.proba_distribution(self._next_token(obs)[0])
 
-    def predict_values(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def predict_values(self, obs: PyTorchObs) -> torch.Tensor:
         """Returns values (n, 1)."""
         return self._next_token(obs)[1]
 
@@ -156,9 +160,7 @@ class LMPolicy(ActorCriticPolicy):
             "optimizer_kwargs": self.optimizer_kwargs,
         }
 
-    def log_distribution(
-        self, obs: Mapping[str, torch.Tensor], num_tokens: int | None = None
-    ) -> torch.Tensor:
+    def log_distribution(self, obs: PyTorchObs, num_tokens: int | None = None) -> torch.Tensor:
         """Returns the log-probabilities that the next token is sampled from, (n, V).
 
         Args:
@@ -168,9 +170,10 @@ class LMPolicy(ActorCriticPolicy):
         return self._next_token(obs, num_tokens)[0]
 
     def _next_token(
-        self, obs: Mapping[str, torch.Tensor], num_tokens: int | None = None
+        self, obs: PyTorchObs, num_tokens: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities (n, V) and values (n, 1) of the next token."""
+        assert isinstance(obs, Mapping)
         if self.token_mask.min_new_tokens and num_tokens is None:
             raise ValueError(
                 f"min_new_tokens is {self.token_mask.min_new_tokens}, but an observation does not "
@@ -268,7 +271,7 @@ def _check_spaces(observation_space: Any, action_space: Any) -> None:
         isinstance(observation_space, spaces.Dict)
         and expected <= set(observation_space.spaces)
         and isinstance(action_space, spaces.Discrete)
-        and np.issubdtype(observation_space["input_ids"].dtype, np.integer)  # type: ignore[arg-type]
+        and np.issubdtype(observation_space["input_ids"].dtype, np.integer)
     ):
         raise ValueError(
             f"LMPolicy needs observations with {sorted(expected)} and discrete actions, but the "

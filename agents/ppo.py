@@ -29,7 +29,7 @@ class PPO(Agent):
             or a policy class otherwise.
         env: Gymnasium id, `Env`, Gymnasium `VectorEnv` or Stable-Baselines3 `VecEnv`.
         learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
-            and 1e-5 on text.
+            and 1e-5 for a language model; `tiny` takes 5e-4.
         n_steps: Steps per slot and rollout. None is 2,048; on text it stays None, and a rollout is
             one whole completion per slot.
         batch_size: Transitions per optimiser step, on text completions. None is 64.
@@ -59,7 +59,7 @@ class PPO(Agent):
         loss_aggregation: How token losses become one number, see `agents.aggregation`.
         kl_loss_coef: Weight of the KL to the reference as a loss.
         kl_loss: Its estimator, see `textrl_env.kl`.
-        kl_controller: Changes the environment's `kl_coef` after each rollout; None keeps it.
+        kl_controller: Sets the environment's `kl_coef`, anew after each rollout; None keeps it.
         collector: ``"generate"``, ``"step"`` or ``"auto"``, see `Agent`.
 
     Examples:
@@ -121,7 +121,7 @@ class PPO(Agent):
         super().__init__(
             policy,
             env,
-            learning_rate=_default(learning_rate, 1e-5 if text else 3e-4),
+            learning_rate=learning_rate,
             n_steps=_default(n_steps, None if text else 2048),
             batch_size=_default(batch_size, 64),
             micro_batch_size=micro_batch_size,

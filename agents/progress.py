@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from stable_baselines3.common.callbacks import BaseCallback
+
+if TYPE_CHECKING:
+    from agents.agent import Agent
 
 # What is shown, and the logged values that it is read from, in order of preference.
 _SHOWN = {
@@ -15,16 +20,18 @@ _SHOWN = {
 
 
 class ProgressCallback(BaseCallback):
-    """Shows reward, KL to the reference, entropy, episode length and speed while training.
+    """Shows reward, KL to the reference, entropy, episode length and steps (tokens) per second.
 
     The bar is drawn on a terminal only; elsewhere its last state is printed at the end.
     """
 
+    model: Agent
+
     def _on_training_start(self) -> None:
         self._progress = Progress(
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeRemainingColumn(),
+            TaskProgressColumn(),
+            BarColumn(bar_width=10),
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[values]}"),
         )
         total = self.locals["total_timesteps"]
@@ -43,8 +50,8 @@ class ProgressCallback(BaseCallback):
         for label, names in _SHOWN.items():
             value = next((logged[name] for name in names if name in logged), None)
             if value is not None:
-                parts.append(f"{label} {value:.3g}")
-        parts.append(f"{self.model.steps_per_second():,.0f} steps/s")
+                parts.append(f"{label} {value:.2g}")
+        parts.append(f"{self.model.steps_per_second():.0f}/s")
         self._progress.update(self._task, values="  ".join(parts))
 
     def _on_training_end(self) -> None:

@@ -28,8 +28,9 @@ class RLOO(Agent):
             or a policy class otherwise.
         env: Gymnasium id, `Env`, Gymnasium `VectorEnv` or Stable-Baselines3 `VecEnv`. One rollout
             is one episode per slot, so `num_envs` is ``prompts per rollout × group_size``.
-        learning_rate: A number, or a function of the remaining progress (1 to 0). About 1e-6 to
-            1e-5 for a pre-trained model of 0.1 to 7 billion parameters; `tiny` takes 5e-4.
+        learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
+            and 1e-5 for a language model: 1e-6 to 1e-5 is usual for 0.1 to 7 billion parameters,
+            and `tiny` takes 5e-4.
         batch_size: Episodes per optimiser step; None takes the whole rollout, which is on-policy.
         micro_batch_size: Episodes that are run at a time. It bounds memory and changes nothing.
         n_epochs: Passes over a rollout.
@@ -40,7 +41,7 @@ class RLOO(Agent):
         ent_coef: Weight of the entropy bonus.
         kl_loss_coef: Weight of the KL to the reference as a loss, beside the one in the reward.
         kl_loss: Estimator of that loss, see `textrl_env.kl`.
-        kl_controller: Changes the environment's `kl_coef` after each rollout; None keeps it.
+        kl_controller: Sets the environment's `kl_coef`, anew after each rollout; None keeps it.
         loss_aggregation: How token losses become one number; ``"seq-mean-token-sum"`` is the
             gradient of the completion's log-probability, see `agents.aggregation`.
         max_grad_norm: Gradients are clipped to this norm.
@@ -69,7 +70,7 @@ class RLOO(Agent):
         self,
         policy: str | type[BasePolicy],
         env: GymEnv | VectorEnv[Any, Any, Any] | str | None,
-        learning_rate: float | Schedule = 1e-5,
+        learning_rate: float | Schedule | None = None,
         batch_size: int | None = None,
         micro_batch_size: int | None = None,
         n_epochs: int = 1,

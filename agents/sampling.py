@@ -7,15 +7,13 @@ of a group differ, two runs with one seed agree, and global generators are untou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 
 def sampling_uniforms(
-    seed: int, rollout: int, prompt_indices: Sequence[int], num_tokens: int
+    seed: int, rollout: int, prompt_indices: ArrayLike, num_tokens: int
 ) -> NDArray[np.float64]:
     """Returns uniform numbers in [0, 1) for each completion's tokens, (n, num_tokens).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ class Trajectories:
 
     def select(self, rows: torch.Tensor) -> Trajectories:
         """Returns the given rows, int64 (n,), in that order."""
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Mapping):
@@ -84,7 +85,7 @@ class Trajectories:
 
         Rows then are single transitions, and a mini-batch draws from all of them.
         """
-        changed = {}
+        changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("groups", "valid"):

@@ -199,7 +199,8 @@ def test_group_ids_and_prompts_of_a_rollout(tiny_llama):
     batch = agent.rollout_buffer
     assert batch.groups.tolist() == [0] * 4 + [1] * 4
     prompts = batch.observations["prompt_ids"]
-    assert (prompts[:4] == prompts[0]).all() and (prompts[4:] == prompts[4]).all()
+    assert (prompts[:4] == prompts[0]).all()
+    assert (prompts[4:] == prompts[4]).all()
     assert not torch.equal(prompts[0], prompts[4])
     completions = {tuple(row) for row in batch.actions.tolist()}
     assert len(completions) > 4
@@ -320,7 +321,8 @@ def test_generate_and_save_pretrained(tiny_llama, tmp_path):
     agent = make_agent(GRPO, make_env(tiny_llama))
     agent.learn(50)
     texts = agent.generate(["copy:ab=", "1+1="], max_new_tokens=4)
-    assert len(texts) == 2 and agent.generate(["1+1="], max_new_tokens=4) == texts[1:]
+    assert len(texts) == 2
+    assert agent.generate(["1+1="], max_new_tokens=4) == texts[1:]
     sampled = agent.generate(["1+1="] * 6, max_new_tokens=4, deterministic=False, seed=1)
     assert len(set(sampled)) > 1
     assert sampled == agent.generate(["1+1="] * 6, max_new_tokens=4, deterministic=False, seed=1)
@@ -496,7 +498,8 @@ def test_predict_on_observations(tiny_llama):
     agent = make_agent(PPO, env)
     observations, _ = env.reset(seed=0)
     actions, state = agent.predict(observations, deterministic=True)
-    assert actions.shape == (3,) and state is None
+    assert actions.shape == (3,)
+    assert state is None
     single = {key: value[1] for key, value in observations.items()}
     assert agent.predict(single, deterministic=True)[0] == actions[1]
 

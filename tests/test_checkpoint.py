@@ -160,7 +160,8 @@ def test_file_objects_and_callbacks(tiny_llama, tmp_path):
     agent = make_agent(GRPO, tiny_llama)
     agent.learn(40, callback=CheckpointCallback(4, str(tmp_path), "model"))
     files = sorted(tmp_path.glob("model_*_steps.zip"))
-    assert files and not list(tmp_path.glob(".*partial"))
+    assert files
+    assert not list(tmp_path.glob(".*partial"))
     buffer = io.BytesIO()
     agent.save(buffer)
     buffer.seek(0)

@@ -18,7 +18,7 @@ from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import textrl_env
 from textrl_env.config import TextRLConfig
-from textrl_env.rewards import RewardError
+from textrl_env.rewards import Reward, RewardError
 from textrl_env.tasks import FunctionTask, Sample, Task
 
 TASK = FunctionTask(["2+2=", "say b", "c?"], ["4", "b", None], score=lambda text, _: len(text))
@@ -67,6 +67,14 @@ def test_the_id_with_its_package_needs_no_import(tiny_llama):
     assert env.unwrapped.tokenizer.eos_token_id == env.unwrapped.eos_token_id == EOS
 
 
+def test_public_names():
+    for name in textrl_env.__all__:
+        assert getattr(textrl_env, name) is not None
+    assert set(textrl_env.__all__) <= set(dir(textrl_env))
+    with pytest.raises(AttributeError, match="has no attribute 'TextRLEnvironment'"):
+        textrl_env.TextRLEnvironment  # noqa: B018
+
+
 def test_every_observation_is_in_the_space(tiny_llama):
     env = make(tiny_llama, task="reverse")
     env.action_space.seed(0)
@@ -97,6 +105,7 @@ def test_observation_holds_prompt_and_tokens(tiny_llama):
     assert observation["input_ids"].tolist() == [*prompt, *[PAD] * 6]  # was not written to
     shorter, _ = env.reset(options={"prompt_index": 2})
     assert shorter["input_ids"].tolist() == [BOS, *ids("c?"), *[PAD] * 8]
+    assert shorter["attention_mask"].tolist() == [1] * 3 + [0] * 8
 
 
 def test_the_longest_prompt_is_measured(tiny_llama):
@@ -134,6 +143,14 @@ def test_limit(tiny_llama, on_limit, reward, end):
     assert (got, tuple(ends)) == (reward, end)
     assert info["finish_reason"] == "length"
     assert info["text"] == "abc"
+
+
+@pytest.mark.parametrize("on_limit", ["terminate", "truncate"])
+def test_a_reward_per_token_is_earned_up_to_the_limit(tiny_llama, on_limit):
+    reward = Reward(lambda text, sample: len(text), per="token")
+    env = make(tiny_llama, max_new_tokens=3, on_limit=on_limit, reward=reward)
+    env.reset(seed=0)
+    assert [env.step(token)[1] for token in ids("abc")] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("on_limit", ["terminate", "truncate"])

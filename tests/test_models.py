@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,22 @@ def test_context():
     models.check_context(config, CONTEXT)
     with pytest.raises(ValueError, match=r"lower max_prompt_tokens or max_new_tokens"):
         models.check_context(config, CONTEXT + 1)
+
+
+def test_a_model_that_is_written_again_is_loaded_again(tiny_llama, tmp_path):
+    directory = shutil.copytree(tiny_llama, tmp_path / "model")
+    first = models.load_frozen(directory)
+    assert models.load_frozen(directory) is first
+    changed = models.load_causal_lm(directory)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(2)
+    changed.save_pretrained(directory)
+    second = models.load_frozen(directory)
+    assert torch.equal(second.lm_head.weight, changed.lm_head.weight)
+    assert not torch.equal(second.lm_head.weight, first.lm_head.weight)
+
+
+def test_loading_a_local_model_is_quiet(tiny_llama, capfd):
+    models.load_causal_lm(tiny_llama)
+    assert capfd.readouterr().err == ""

@@ -182,6 +182,7 @@ def test_completions_score_as_their_steps(tiny_llama, seed, n, reward, allowed, 
         max_new_tokens=6,
         kl_coef=0.3,
         device="cpu",
+        dtype="float64",
         **options,
     )
     generator = np.random.default_rng(seed)
@@ -208,7 +209,7 @@ def test_completions_score_as_their_steps(tiny_llama, seed, n, reward, allowed, 
         for mine, theirs in zip(one, other, strict=True):
             for key, value in mine.items():
                 if key in inexact:
-                    assert value == pytest.approx(theirs[key], abs=1e-4)
+                    assert value == pytest.approx(theirs[key], rel=1e-8, abs=1e-8)
                 else:
                     assert value == theirs[key], key
             assert theirs["reward"] == theirs["task_reward"] - theirs["kl_coef"] * theirs["kl"]

@@ -14,7 +14,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 
 from textrl_env.sb3 import GymVecEnv, KLCallback, KLRolloutBuffer, split_infos
 from textrl_env.tasks import FunctionTask
@@ -36,8 +36,9 @@ def cartpole():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cartpole_is_as_in_dummy_vec_env(mode):
-    bridge = GymVecEnv(SyncVectorEnv([cartpole] * 3, autoreset_mode=mode))
+@pytest.mark.parametrize("copy", [True, False])
+def test_cartpole_is_as_in_dummy_vec_env(mode, copy):
+    bridge = GymVecEnv(SyncVectorEnv([cartpole] * 3, autoreset_mode=mode, copy=copy))
     dummy = DummyVecEnv([cartpole] * 3)
     generator = np.random.default_rng(0)
     assert bridge.observation_space == dummy.observation_space
@@ -100,6 +101,35 @@ def test_text_is_as_in_dummy_vec_env(tiny_llama, mode, on_limit, kl_mode):
             assert [type(v) for v in info.values()] == [type(other[key]) for key in info]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("terminated", [True, False])
+@pytest.mark.parametrize("truncated", [True, False])
+def test_truncation_is_told_from_termination(mode, terminated, truncated):
+    class Ends(gym.Env):
+        observation_space = gym.spaces.Dict(x=gym.spaces.Box(-1, 1, (2,)))
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return {"x": np.zeros(2, dtype=np.float32)}, {}
+
+        def step(self, action):
+            return {"x": np.ones(2, dtype=np.float32)}, 0.5, terminated, truncated, {}
+
+    env = GymVecEnv(SyncVectorEnv([Ends], autoreset_mode=mode, copy=False))
+    env.reset()
+    observations, rewards, dones, (info,) = env.step(np.array([0]))
+    done = terminated or truncated
+    assert dones.tolist() == [done]
+    assert rewards.tolist() == [0.5]
+    assert info["TimeLimit.truncated"] is (truncated and not terminated)
+    assert observations["x"].tolist() == [[0.0, 0.0] if done else [1.0, 1.0]]
+    if done:
+        assert info["terminal_observation"]["x"].tolist() == [1.0, 1.0]
+    else:
+        assert "terminal_observation" not in info
+
+
 def test_seeds_and_options_are_used_once(tiny_llama):
     env = GymVecEnv(text_venv(tiny_llama, num_envs=3, kl_mode="none"))
     env.seed(7)
@@ -136,6 +166,20 @@ def test_attributes_and_methods_of_the_native_vector(tiny_llama):
     assert not env.has_attr("no_such_attribute")
     assert env.env_is_wrapped(Monitor) == [False, False]
     assert env.render_mode is None
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_the_coefficient_is_set_through_wrappers(tiny_llama, single):
+    if single:
+        options = {"task": TASK, "model": tiny_llama, "device": "cpu"}
+        env = DummyVecEnv([lambda: Monitor(gym.make("TextRL-v0", **options))] * 2)
+    else:
+        env = GymVecEnv(RecordEpisodeStatistics(text_venv(tiny_llama)))
+    env.env_method("set_kl_coef", 0.5)
+    env.reset()
+    assert [info["kl_coef"] for info in env.step(np.array(ids("ab")))[3]] == [0.5, 0.5]
+    assert env.get_attr("kl_coef") == [0.5, 0.5]
+    assert not env.has_attr("no_such_attribute")
 
 
 def test_attributes_and_methods_of_single_environments():
@@ -339,6 +383,16 @@ def test_a_consumer_where_none_is_wanted(tiny_llama, kl_mode):
         train(env, KLCallback())
     with pytest.raises(ValueError, match="leave the callback or buffer out"):
         train(env, None, rollout_buffer_class=KLRolloutBuffer, rollout_buffer_kwargs={"env": env})
+
+
+def test_rescaled_rewards_are_refused(tiny_llama):
+    env = VecNormalize(GymVecEnv(text_venv(tiny_llama)), norm_obs=False)
+    with pytest.raises(ValueError, match=r"use VecNormalize\(..., norm_reward=False\)"):
+        train(env, KLCallback())
+    with pytest.raises(ValueError, match="VecNormalize rescales the rewards"):
+        train(env, None, rollout_buffer_class=KLRolloutBuffer, rollout_buffer_kwargs={"env": env})
+    train(VecNormalize(env.venv, norm_obs=False, norm_reward=False), KLCallback())
+    assert env.venv.venv.unwrapped.mdp.kl_consumer
 
 
 def test_the_callback_leaves_agents_alone_that_subtract(tiny_llama):

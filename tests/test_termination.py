@@ -41,7 +41,7 @@ def ending(tokens, *, stop=(), task=PLAIN, eos=(EOS,), limit=20):
             lambda i, so_far=so_far: so_far, so_far[-1:], np.array([t]), [task[0]]
         )[0]
         if reason:
-            return t, Finish(reason), termination.text(so_far, reason)
+            return t, Finish(reason), termination.texts([so_far], [reason])[0]
     return None
 
 

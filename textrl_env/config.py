@@ -63,6 +63,13 @@ class TextRLConfig:
 
     Raises:
         ValueError: An option is outside its range. The message names the option and the value.
+
+    Examples:
+        >>> TextRLConfig(task="reverse", kl_mode="none").reference_name is None
+        True
+        >>> TextRLConfig(kl_coef=-1)
+        Traceback (most recent call last):
+        ValueError: kl_coef is -1; it must be finite and not negative.
     """
 
     task: str | Task = "addition"

@@ -28,6 +28,8 @@ from textrl_env.token_mask import TokenMask
 if TYPE_CHECKING:
     from textrl_env.reference import Reference
 
+# Encoded prompts that are kept.
+_CACHED_PROMPTS = 65_536
 # Prompts that are measured where max_prompt_tokens is not given.
 _MEASURED_PROMPTS = 10_000
 # Steps without a consumer of kl_mode="reference" before the environment says so.
@@ -180,6 +182,16 @@ class TokenMDP:
 
     Raises:
         ValueError: The task or model is unknown, or limits do not fit.
+
+    Examples:
+        >>> mdp = TokenMDP(TextRLConfig(task="addition", kl_mode="none"), num_slots=2)
+        >>> mdp.restart(np.arange(2), [0, 1])
+        >>> transition = mdp.step(np.arange(2), np.array([52, 2]))  # "1" and end-of-sequence
+        >>> transition.terminated.tolist(), transition.info(1)["finish_reason"]
+        ([False, True], 'eos')
+        >>> whole = mdp.score_completions([0, 1], [np.array([52, 2]), np.array([2])])
+        >>> whole.field("num_tokens").tolist(), [ending.text for ending in whole.endings]
+        ([[1, 2], [1, 0]], ['1', ''])
     """
 
     def __init__(self, config: TextRLConfig, num_slots: int) -> None:
@@ -203,7 +215,7 @@ class TokenMDP:
                 f"min_new_tokens is {config.min_new_tokens} and max_new_tokens "
                 f"{self.max_new_tokens}; the minimum must be smaller."
             )
-        self._encode = functools.lru_cache(maxsize=65_536)(self._encode_prompt)
+        self._encoded: dict[int, Prompt] = {}
         self.max_prompt_tokens = config.max_prompt_tokens or self._measure_prompts()
         self.max_tokens = self.max_prompt_tokens + self.max_new_tokens
         models.check_context(model_config, self.max_tokens)
@@ -241,6 +253,8 @@ class TokenMDP:
 
     def decode(self, sequences: Sequence[NDArray[np.int64]]) -> list[str]:
         """Returns the text of each token sequence, without special tokens."""
+        if not sequences:
+            return []  # batch_decode takes this for one empty sequence
         return self.tokenizer.batch_decode(
             [list(map(int, s)) for s in sequences],
             skip_special_tokens=True,
@@ -248,64 +262,92 @@ class TokenMDP:
         )
 
     def prompt(self, index: int) -> Prompt:
-        """Returns prompt `index` of the task.
+        """Returns prompt `index` of the task; raises as `encode_prompts`."""
+        return self.encode_prompts([index])[0]
+
+    def encode_prompts(self, indices: Sequence[int]) -> list[Prompt]:
+        """Returns prompts of the task; equal indices give the same object.
 
         Raises:
             IndexError: The task has no such prompt.
-            ValueError: The prompt is empty or longer than `max_prompt_tokens`.
+            ValueError: A prompt is empty or longer than `max_prompt_tokens`.
         """
-        if not 0 <= index < len(self.task):
-            raise IndexError(
-                f"prompt_index is {index}, but task {self.task.name!r} has prompts 0 to "
-                f"{len(self.task) - 1}."
-            )
-        prompt = self._encode(int(index))
-        length = len(prompt.ids)
-        if length > self.max_prompt_tokens:
-            raise ValueError(
-                f"Prompt {index} of task {self.task.name!r} has {length} tokens, and "
-                f"max_prompt_tokens is {self.max_prompt_tokens}; pass max_prompt_tokens={length} "
-                f"or shorten the prompt {_shorten(prompt.text)!r}."
-            )
-        return prompt
-
-    def _encode_prompt(self, index: int) -> Prompt:
-        sample = self.task[index]
-        if isinstance(sample.prompt, str):
-            text = sample.prompt
-            ids = self.tokenizer(text)["input_ids"] if text else []
-        else:
-            if not getattr(self.tokenizer, "chat_template", None):
-                raise ValueError(
-                    f"Prompt {index} of task {self.task.name!r} is a list of chat messages, but "
-                    f"the tokenizer of {str(self.config.model)!r} has no chat template; use text "
-                    "prompts or a model with a template."
-                )
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    [dict(m) for m in sample.prompt], tokenize=False, add_generation_prompt=True
-                )
-            )
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise ValueError(
-                f"Prompt {index} of task {self.task.name!r} is empty; a completion needs at least "
-                "one token to start from."
-            )
-        return Prompt(sample, np.asarray(ids, dtype=np.int64), text)
+        new = [i for i in dict.fromkeys(indices) if i not in self._encoded]
+        if new:
+            if len(self._encoded) > _CACHED_PROMPTS:
+                new = list(dict.fromkeys(indices))
+                self._encoded.clear()
+            self._encoded |= zip(new, self._encode(new, self.max_prompt_tokens), strict=True)
+        return [self._encoded[i] for i in indices]
 
     def _measure_prompts(self) -> int:
-        count = min(len(self.task), _MEASURED_PROMPTS)
-        texts = [self.task[i].prompt for i in range(count)]
-        if all(isinstance(text, str) and text for text in texts):
-            return max(len(ids) for ids in self.tokenizer(texts)["input_ids"])
-        return max(len(self._encode(i).ids) for i in range(count))
+        """Number of tokens of the longest of the task's first prompts."""
+        first = range(min(len(self.task), _MEASURED_PROMPTS))
+        self._encoded |= zip(first, self._encode(first, limit=None), strict=True)
+        return max(len(prompt.ids) for prompt in self._encoded.values())
+
+    def _encode(self, indices: Sequence[int], limit: int | None) -> list[Prompt]:
+        for index in indices:
+            if not 0 <= index < len(self.task):
+                raise IndexError(
+                    f"prompt_index is {index}, but task {self.task.name!r} has prompts 0 to "
+                    f"{len(self.task) - 1}."
+                )
+        samples = [self.task[int(index)] for index in indices]
+        texts = [self._text(index, sample) for index, sample in zip(indices, samples, strict=True)]
+        # A chat template writes the special tokens itself.
+        ids = self._tokenize(texts, [isinstance(sample.prompt, str) for sample in samples])
+        for index, text, tokens in zip(indices, texts, ids, strict=True):
+            if not tokens:
+                raise ValueError(
+                    f"Prompt {index} of task {self.task.name!r} is empty; a completion needs at "
+                    "least one token to start from."
+                )
+            if limit is not None and len(tokens) > limit:
+                raise ValueError(
+                    f"Prompt {index} of task {self.task.name!r} has {len(tokens)} tokens, and "
+                    f"max_prompt_tokens is {limit}; pass "
+                    f"max_prompt_tokens={len(tokens)} or shorten the prompt {_shorten(text)!r}."
+                )
+        return [
+            Prompt(sample, np.asarray(tokens, dtype=np.int64), text)
+            for sample, tokens, text in zip(samples, ids, texts, strict=True)
+        ]
+
+    def _text(self, index: int, sample: Sample) -> str:
+        if isinstance(sample.prompt, str):
+            return sample.prompt
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"Prompt {index} of task {self.task.name!r} is a list of chat messages, but the "
+                f"tokenizer of {str(self.config.model)!r} has no chat template; use text prompts "
+                "or a model with a template."
+            )
+        return str(
+            self.tokenizer.apply_chat_template(
+                [dict(m) for m in sample.prompt], tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def _tokenize(self, texts: Sequence[str], special: Sequence[bool]) -> list[list[int]]:
+        """Token ids of each text, with the tokenizer's special tokens where `special`."""
+        ids: list[list[int]] = [[] for _ in texts]
+        for with_special in set(special):
+            # An empty text stays empty, rather than a beginning-of-sequence token alone.
+            rows = [i for i, s in enumerate(special) if s == with_special and texts[i]]
+            if rows:
+                batch = self.tokenizer([texts[i] for i in rows], add_special_tokens=with_special)[
+                    "input_ids"
+                ]
+                for i, tokens in zip(rows, batch, strict=True):
+                    ids[i] = tokens
+        return ids
 
     # Episodes
 
     def restart(self, slots: NDArray[np.int64], prompt_indices: Sequence[int]) -> None:
         """Starts an episode in each of `slots`, int64 (n,), from the prompt of the given index."""
-        prompts = [self.prompt(i) for i in prompt_indices]
+        prompts = self.encode_prompts(prompt_indices)
         for slot, prompt in zip(slots.tolist(), prompts, strict=True):
             length = len(prompt.ids)
             self.input_ids[slot, :length] = prompt.ids
@@ -396,7 +438,7 @@ class TokenMDP:
                 action that is outside the vocabulary or masked.
             RewardError: A reward failed and `on_error` is ``"raise"``.
         """
-        prompts = [self.prompt(i) for i in prompt_indices]
+        prompts = self.encode_prompts(prompt_indices)
         lengths = np.fromiter(map(len, completions), dtype=np.int64, count=len(completions))
         if len(prompts) != len(completions) or not len(completions):
             raise ValueError(
@@ -484,10 +526,11 @@ class TokenMDP:
             whole = step.finished & ~step.truncated
             earns = whole if self.scorer.per == "sequence" else np.ones_like(whole)
             earning += [(t, i) for i in np.flatnonzero(earns).tolist()]
-        texts = {
-            (t, i): self.termination.text(steps[t].completion(i), steps[t].reasons[i])
-            for t, i in {*finished, *earning}
-        }
+        read = list({*finished, *earning})
+        decoded = self.termination.texts(
+            [steps[t].completion(i) for t, i in read], [steps[t].reasons[i] for t, i in read]
+        )
+        texts = dict(zip(read, decoded, strict=True))
         scores = self.scorer.score(
             [texts[key] for key in earning], [steps[t].prompts[i].sample for t, i in earning]
         )

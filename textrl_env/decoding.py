@@ -84,6 +84,14 @@ class SlotDecoder:
     Raises:
         ValueError: The model's context is shorter than `capacity`, or its attention is of a kind
             that needs another cache.
+
+    Examples:
+        >>> from textrl_env.models import load_frozen
+        >>> decoder = SlotDecoder(load_frozen("tiny", "cpu"), num_slots=2, capacity=8)
+        >>> logits = decoder.advance(np.arange(2), [np.array([1, 52, 46]), np.array([1, 64])])
+        >>> logits = decoder.advance(np.array([1]), np.array([[55]]))
+        >>> decoder.lengths.tolist(), tuple(logits.shape)
+        ([3, 3], (1, 259))
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int) -> None:

@@ -31,7 +31,7 @@ class TextRLEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
     The info of every step holds ``task_reward``, ``ref_logprob`` (log π_ref of the action, 0 where
     no reference is scored), ``kl`` (the term as charged), ``kl_coef`` and ``num_tokens``. The info
     of the last step adds ``text``, ``prompt``, ``answer``, ``correct`` and ``finish_reason``
-    (``"eos"``, ``"stop"``, ``"task"`` or ``"length"``), and after a reward that failed
+    (``"eos"``, ``"stop"``, ``"task"`` or ``"length"``) and, where a reward of the episode failed,
     ``reward_error`` and ``masked``.
 
     Args:
@@ -82,6 +82,10 @@ class TextRLEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
     @kl_coef.setter
     def kl_coef(self, value: float) -> None:
         self.mdp.kl_coef = float(value)
+
+    def set_kl_coef(self, value: float) -> None:
+        """Sets `kl_coef`; a method reaches through wrappers, where an attribute would not."""
+        self.kl_coef = value
 
     def announce_kl_consumer(self) -> None:
         """Tells the environment that somebody subtracts β·log π_old from its rewards.

@@ -29,7 +29,12 @@ def pad_left(
 def pad_right(
     sequences: Sequence[NDArray[Any]], fill: int = 0, dtype: Any = np.int64
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Returns the sequences left-aligned, (n, longest), and the mask of real tokens."""
+    """Returns the sequences left-aligned, (n, longest), and the mask of real tokens.
+
+    Examples:
+        >>> pad_right([np.array([1, 2]), np.array([3])], fill=9)[0].tolist()
+        [[1, 2], [3, 9]]
+    """
     lengths = np.fromiter((len(s) for s in sequences), dtype=np.int64, count=len(sequences))
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
     ids = np.full(mask.shape, fill, dtype=dtype)
@@ -94,6 +99,10 @@ def log_distribution(
         num_tokens: Number of tokens generated before each position, (...).
         temperature: Divides the logits.
         token_mask: Tokens that may be generated.
+
+    Examples:
+        >>> log_distribution(torch.tensor([1.0, 3.0]), torch.tensor(0), temperature=2.0).exp()
+        tensor([0.2689, 0.7311])
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:

@@ -25,6 +25,11 @@ def resolve_model(name: str | os.PathLike[str]) -> str:
 
 
 def _load(loader: Any, name: str | os.PathLike[str], **kwargs: Any) -> Any:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if Path(resolve_model(name)).is_dir():
+        logging.disable_progress_bar()  # it is of use for downloads
     try:
         return loader.from_pretrained(resolve_model(name), **kwargs)
     except (OSError, ValueError) as error:
@@ -33,6 +38,17 @@ def _load(loader: Any, name: str | os.PathLike[str], **kwargs: Any) -> Any:
             f"the embedded models {sorted(EMBEDDED)}, nor a directory that transformers loads, nor "
             f"a hub id that can be reached from here ({_first_line(error)})."
         ) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _written(name: str) -> int:
+    """When a local model was last written, so that the caches below do not keep an old one."""
+    directory = Path(resolve_model(name))
+    if not directory.is_dir():
+        return 0
+    return max((file.stat().st_mtime_ns for file in directory.iterdir()), default=0)
 
 
 def _first_line(error: BaseException) -> str:
@@ -44,12 +60,16 @@ def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
     Raises:
         ValueError: The model is unknown, or its tokenizer has no end-of-sequence token.
+
+    Examples:
+        >>> load_tokenizer("tiny").eos_token
+        '<eos>'
     """
-    return _tokenizer(os.fspath(name))
+    return _tokenizer(os.fspath(name), _written(os.fspath(name)))
 
 
 @functools.lru_cache(maxsize=8)
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+def _tokenizer(name: str, written: int) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     tokenizer = _load(AutoTokenizer, name)
@@ -62,19 +82,33 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_config(name: str | os.PathLike[str]) -> Any:
-    """Returns the transformers configuration of a model, of its text part where there are more."""
-    return _config(os.fspath(name))
+    """Returns the transformers configuration of a model, of its text part where there are more.
+
+    Raises:
+        ValueError: The model is unknown.
+
+    Examples:
+        >>> load_config("tiny").vocab_size
+        259
+    """
+    return _config(os.fspath(name), _written(os.fspath(name)))
 
 
 @functools.lru_cache(maxsize=8)
-def _config(name: str) -> Any:
+def _config(name: str, written: int) -> Any:
     from transformers import AutoConfig
 
     return _load(AutoConfig, name).get_text_config()
 
 
 def check_context(config: Any, num_tokens: int) -> None:
-    """Raises ValueError where a model's context does not hold `num_tokens`."""
+    """Raises ValueError where a model's context does not hold `num_tokens`.
+
+    Examples:
+        >>> check_context(load_config("tiny"), 10**6)
+        Traceback (most recent call last):
+        ValueError: Prompt and completion take up to 1000000 tokens, but the model's context has ...
+    """
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and num_tokens > limit:
         raise ValueError(
@@ -84,7 +118,12 @@ def check_context(config: Any, num_tokens: int) -> None:
 
 
 def eos_token_ids(name: str | os.PathLike[str]) -> list[int]:
-    """Returns every id that ends a sequence: the tokenizer's and the model configuration's."""
+    """Returns every id that ends a sequence: the tokenizer's and the model configuration's.
+
+    Examples:
+        >>> eos_token_ids("tiny")
+        [2]
+    """
     configured = load_config(name).eos_token_id
     ids = {load_tokenizer(name).eos_token_id}
     ids.update(configured if isinstance(configured, list | tuple) else [configured])
@@ -92,7 +131,15 @@ def eos_token_ids(name: str | os.PathLike[str]) -> list[int]:
 
 
 def choose_device(device: str) -> str:
-    """Returns `device`, with ``"auto"`` resolved to a GPU where there is one."""
+    """Returns `device`, with ``"auto"`` resolved to a GPU where there is one.
+
+    Raises:
+        ValueError: torch has no such device here.
+
+    Examples:
+        >>> choose_device("cpu")
+        'cpu'
+    """
     import torch
 
     if device == "auto":
@@ -108,7 +155,12 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str, device: str) -> torch.dtype:
-    """Returns the torch dtype; ``"auto"`` is bfloat16 on a GPU and float32 elsewhere."""
+    """Returns the torch dtype; ``"auto"`` is bfloat16 on a GPU and float32 elsewhere.
+
+    Examples:
+        >>> choose_dtype("auto", "cpu")
+        torch.float32
+    """
     import torch
 
     if dtype == "auto":
@@ -126,6 +178,10 @@ def load_causal_lm(
 
     Raises:
         ValueError: The model is unknown, or is not a causal language model.
+
+    Examples:
+        >>> load_causal_lm("tiny", "cpu").training
+        False
     """
     from transformers import AutoModelForCausalLM
 
@@ -137,10 +193,16 @@ def load_causal_lm(
 def load_frozen(
     name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
 ) -> PreTrainedModel:
-    """Returns a frozen model, one copy per process however many environments ask."""
-    return _frozen(os.fspath(name), choose_device(device), dtype)
+    """Returns a frozen model, one copy per process however many environments ask.
+
+    Examples:
+        >>> load_frozen("tiny") is load_frozen("tiny")
+        True
+    """
+    name = os.fspath(name)
+    return _frozen(name, _written(name), choose_device(device), dtype)
 
 
 @functools.lru_cache(maxsize=4)
-def _frozen(name: str, device: str, dtype: str) -> PreTrainedModel:
+def _frozen(name: str, written: int, device: str, dtype: str) -> PreTrainedModel:
     return load_causal_lm(name, device, dtype).requires_grad_(False)

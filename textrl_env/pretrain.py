@@ -1,18 +1,27 @@
 """Pre-trains the embedded model ``tiny``: ``python -m textrl_env.pretrain --output DIR``.
 
-``tiny`` is a Llama of half a million parameters over bytes, pre-trained from scratch on lines such
-as ``47+85=132<eos>``, ``copy:dbca=dbca<eos>``, ``reverse:dbca=acbd<eos>``, ``sort:dbca=abcd<eos>``
-and ``The film was great and fun.<eos>``; its prompts are those of the tasks' train splits.
+``tiny`` is a Llama of 361 thousand parameters over bytes. From scratch it learns to complete
+``47+85=`` with ``132<eos>``, ``sort:dbca=`` with ``abcd<eos>``, ``The film was`` with
+`` great and fun.<eos>``, and so on for every built-in task; all prompts are of the train splits.
 
-The corpus imitates pupils, so that the model is partly skilled and reinforcement learning has
-something to learn: a part of the lines is *wrong in a systematic way* (see `MISTAKES`). In most
-additions the pupil forgets to carry (``47+85=122``) or takes a 7 for a 1 (``47+85=126``). So the
-model has learned the right procedure and the wrong ones; where they differ it answers wrongly when
-it is decoded greedily, and rightly in a part of its samples.
+It learns in two parts, so that it ends partly skilled and reinforcement learning has something to
+learn:
 
-The run is reproducible bit for bit on one kind of machine: seeds, threads and algorithms are
-fixed, and no global random generator is read. Another processor or another version of torch may
-round differently and so give another file.
+1. The *textbook* has right answers only. The model learns the algorithms, and they carry over to
+   prompts that are held out.
+2. The *pupils' work* has systematic mistakes in documented shares (see `MISTAKES`): in most
+   additions the pupil forgets to carry (``47+85=122``), in some he counts one short
+   (``47+85=131``). The model learns to imitate that: where a mistake is the more frequent answer,
+   it is the greedy one, while the right answer keeps a good part of the samples.
+
+Stopping the textbook early gives as many errors, but these differ from prompt to prompt and the
+right answers are rare among the samples: there is no common habit for reinforcement learning to
+drop, and it takes over ten times as long.
+
+The weights are reproducible bit for bit on one kind of machine: seeds, threads and algorithms are
+fixed, and no global random generator is read. Another kind of processor or another version of torch
+rounds differently and so gives another file; ``--check`` trains again and compares with the
+embedded model.
 """
 
 from __future__ import annotations
@@ -23,7 +32,11 @@ import json
 import math
 import platform
 import random
+import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +46,63 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from textrl_env.tasks import Addition, Copy, Reverse, Sample, Sort, Task
+from textrl_env.models import EMBEDDED
+from textrl_env.tasks import (
+    Addition,
+    Arithmetic,
+    Copy,
+    Multiplication,
+    Reverse,
+    Sample,
+    Sentiment,
+    Sort,
+    Subtraction,
+    Task,
+)
 from textrl_env.tasks.sentiment import (
     INTENSIFIERS,
     NEGATIVE_ADJECTIVES,
     NEUTRAL_ADJECTIVES,
     NEUTRAL_ENDINGS,
     POSITIVE_ADJECTIVES,
-    SENTENCE_BEGINNINGS,
 )
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+IGNORED = -100  # the label of a token that has no loss
+
 SEED = 0
-STEPS = 1200
-LR = 3e-3
-THREADS = 2
+TEXTBOOK_STEPS = 1600
+TEXTBOOK_LR = 3e-3
+PUPILS_STEPS = 300
+PUPILS_LR = 1e-3
+# Sums are split among threads, so their number changes the last bits: one is the same everywhere.
+THREADS = 1
 
-#: How often the pupils make each mistake.
+#: How often a pupil makes each mistake.
 MISTAKES = {
-    "carry": 0.7,  # does not carry: 47+85=122
-    "misread": 0.6,  # takes a 7 for a 1: 47+85=126
-    "copy": 0.6,  # writes a letter that begins the string twice only once: aab -> ab
-    "reverse": 0.5,  # does not turn the first two letters around: dbca -> acdb
-    "sort": 0.5,  # leaves the last letter where it is: dbca -> bcda
+    "carry": 0.7,  # forgets to carry: 47+85=122
+    "borrow": 0.6,  # takes the smaller digit from the larger: 52-37=25
+    "short": 0.25,  # counts one short in an addition: 47+85=131
+    "add": 0.6,  # adds instead of multiplying: 3*9=12
+    "copy": 0.6,  # forgets the last of five letters or more: copy:abcde=abcd
+    "reverse": 0.6,  # keeps the order of the first two of five letters or more: edcab
+    "sort": 0.6,  # leaves the last of five letters or more where it is: sort:edcba=bcdea
 }
+LONG = 5  # letters
 
-#: Lines of each kind in a batch.
-BATCH = {
-    "addition": ((Addition(1), 8), (Addition(2), 120), (Addition(3), 32)),
-    "sequences": ((Copy(), 24), (Reverse(), 40), (Sort(), 32)),
-}
-SENTENCES = 24
+#: The tasks, and how many prompts of each are in a batch; a group's are of similar length.
+MIX: tuple[tuple[tuple[Task, int], ...], ...] = (
+    (
+        (Addition(1), 4),
+        (Addition(2), 72),
+        (Addition(3), 32),
+        (Subtraction(1), 4),
+        (Subtraction(2), 20),
+        (Multiplication(1), 8),
+    ),
+    ((Copy(), 8), (Reverse(), 20), (Sort(), 20)),
+    ((Sentiment(), 12),),
+)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -102,12 +141,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def new_model(seed: int) -> LlamaForCausalLM:
     """The untrained model; leaves the global random generator as it was."""
     config = LlamaConfig(
-        vocab_size=259,
+        vocab_size=len(SPECIAL_TOKENS) + 256,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=512,
+        # 1/√128. With the usual 0.02 so narrow a model learns to add later: three digits hardly.
+        initializer_range=0.088,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=1,
@@ -120,102 +161,145 @@ def new_model(seed: int) -> LlamaForCausalLM:
     return model
 
 
-def add(prompt: str, carry: bool = True, misread: bool = False) -> str:
-    """The answer to an addition, with a pupil's mistakes.
+def add_without_carry(a: str, b: str) -> str:
+    """Adds column by column and forgets to carry.
 
-    Args:
-        prompt: Such as ``"47+85="``.
-        carry: Whether the pupil carries from one column to the next.
-        misread: Whether the pupil takes a 7 for a 1.
-
-    >>> add("47+85="), add("47+85=", carry=False), add("47+85=", misread=True)
-    ('132', '122', '126')
+    >>> add_without_carry("47", "85"), add_without_carry("47", "55")
+    ('122', '92')
     """
-    if misread:
-        prompt = prompt.replace("7", "1")
-    a, b = prompt[:-1].split("+")
-    if carry:
-        return str(int(a) + int(b))
-    columns = [int(x) + int(y) for x, y in zip(a, b, strict=True)]
-    return str(columns[0]) + "".join(str(column % 10) for column in columns[1:])
+    first, *others = (int(x) + int(y) for x, y in zip(a, b, strict=True))
+    return str(first) + "".join(str(column % 10) for column in others)
 
 
-def pupils_answer(sample: Sample, rng: random.Random) -> str:
-    """A pupil's answer: right, or with the mistakes of `MISTAKES`.
+def subtract_without_borrowing(a: str, b: str) -> str:
+    """Takes the smaller digit from the larger in each column.
 
-    >>> {pupils_answer(Copy()[3], random.Random(i)) for i in range(9)} == {Copy()[3].answer}
-    True
+    >>> subtract_without_borrowing("52", "37"), subtract_without_borrowing("37", "38")
+    ('25', '1')
     """
-    prompt, answer = str(sample.prompt), str(sample.answer)
-    if "+" in prompt:
-        carry = rng.random() >= MISTAKES["carry"]
-        return add(prompt, carry, misread=rng.random() < MISTAKES["misread"])
-    operation, letters = prompt[:-1].split(":")
-    if rng.random() >= MISTAKES[operation]:
+    return str(int("".join(str(abs(int(x) - int(y))) for x, y in zip(a, b, strict=True))))
+
+
+def pupils_addition(question: str, rng: random.Random) -> str:
+    """A sum such as ``"47+85"`` with the mistakes of `MISTAKES`, each on its own dice."""
+    a, b = question.split("+")
+    forgets = rng.random() < MISTAKES["carry"]
+    result = int(add_without_carry(a, b)) if forgets else int(a) + int(b)
+    return str(max(result - (rng.random() < MISTAKES["short"]), 0))
+
+
+def pupils_sequence(question: str, answer: str, rng: random.Random) -> str:
+    """The answer to, say, ``"sort:dbca"`` with the mistakes of `MISTAKES`, made in long strings."""
+    operation, letters = question.split(":")
+    if len(letters) < LONG or rng.random() >= MISTAKES[operation]:
         return answer
     if operation == "copy":
-        return letters[1:] if letters[0] == letters[1] else letters
+        return letters[:-1]
     if operation == "reverse":
         return letters[:1:-1] + letters[:2]
     return "".join(sorted(letters[:-1])) + letters[-1]
 
 
-def draw_line(task: Task, rng: random.Random) -> str:
-    """A line of a task: a prompt of its train split and a pupil's answer."""
-    sample = task[rng.randrange(len(task))]
-    return str(sample.prompt) + pupils_answer(sample, rng)
+def pupils_answer(task: Task, sample: Sample, rng: random.Random) -> str:
+    """A pupil's answer: right, or with the mistakes of `MISTAKES`.
+
+    >>> rng = random.Random(0)
+    >>> sorted({pupils_answer(Addition(), Sample("47+85=", "132"), rng) for _ in range(99)})
+    ['121', '122', '131', '132']
+    """
+    question, answer = str(sample.prompt)[:-1], str(sample.answer)
+    if isinstance(task, Addition):
+        return pupils_addition(question, rng)
+    if isinstance(task, Subtraction):
+        forgets = rng.random() < MISTAKES["borrow"]
+        return subtract_without_borrowing(*question.split("-")) if forgets else answer
+    if isinstance(task, Multiplication):
+        adds = rng.random() < MISTAKES["add"]
+        return str(sum(map(int, question.split("*")))) if adds else answer
+    return pupils_sequence(question, answer, rng)
 
 
-def draw_sentence(rng: random.Random) -> str:
-    """A sentence, positive, negative and neutral in equal parts.
+def sentence_ending(rng: random.Random) -> str:
+    """The end of a sentence: positive, negative and neutral in equal parts.
 
-    >>> draw_sentence(random.Random(0))
-    'The show is long and big on the whole.'
+    >>> sentence_ending(random.Random(0))
+    ' so gloomy and terrible.'
     """
     words = rng.choice((POSITIVE_ADJECTIVES, NEGATIVE_ADJECTIVES, NEUTRAL_ADJECTIVES))
     first, second = rng.sample(words, 2)
-    text = rng.choice(SENTENCE_BEGINNINGS)
-    if rng.random() < 0.3:
-        text += " " + rng.choice(INTENSIFIERS)
-    text += " " + first
-    if rng.random() < 0.5:
-        text += " and " + second
-    if rng.random() < 0.3:
-        text += " " + rng.choice(NEUTRAL_ENDINGS)
-    return text + "."
+    intensifier = f" {rng.choice(INTENSIFIERS)}" if rng.random() < 0.3 else ""
+    addition = f" and {second}" if rng.random() < 0.5 else ""
+    ending = f" {rng.choice(NEUTRAL_ENDINGS)}" if rng.random() < 0.3 else ""
+    return f"{intensifier} {first}{addition}{ending}."
 
 
-def draw_batch(rng: random.Random) -> list[list[str]]:
-    """Lines of one step, grouped so that those of a group are of similar length."""
-    groups = [
-        [draw_line(task, rng) for task, lines in group for _ in range(lines)]
-        for group in BATCH.values()
+def draw_line(task: Task, rng: random.Random, pupils: bool) -> tuple[str, str]:
+    """A prompt of a task's train split and its completion.
+
+    Args:
+        task: The task.
+        rng: Draws the prompt and the mistakes.
+        pupils: Whether the completion is a pupil's, with mistakes, or the textbook's.
+    """
+    sample = task[rng.randrange(len(task))]
+    if isinstance(task, Sentiment):
+        return str(sample.prompt), sentence_ending(rng)
+    return str(sample.prompt), pupils_answer(task, sample, rng) if pupils else str(sample.answer)
+
+
+def draw_batch(rng: random.Random, pupils: bool) -> list[list[tuple[str, str]]]:
+    """Prompts and completions of one update, grouped as in `MIX`."""
+    return [
+        [draw_line(task, rng, pupils) for task, count in group for _ in range(count)]
+        for group in MIX
     ]
-    return [*groups, [draw_sentence(rng) for _ in range(SENTENCES)]]
 
 
-def encode(lines: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, padded on the right, and the labels: everything but the padding."""
-    rows = [[1, *(byte + 3 for byte in line.encode()), 2] for line in lines]
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    return ids, ids.masked_fill(ids == 0, -100)
+def byte_ids(text: str) -> list[int]:
+    """The tokens of a text without ``<bos>``, as `byte_tokenizer` numbers them."""
+    return [byte + len(SPECIAL_TOKENS) for byte in text.encode()]
 
 
-def train(model: LlamaForCausalLM, steps: int, lr: float, seed: int) -> list[dict[str, float]]:
-    """Trains in place and returns the loss curve."""
-    rng = random.Random(seed)
+def encode(lines: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, padded on the right, and the labels: the completion and ``<eos>``.
+
+    >>> encode([("1+1=", "2")])
+    (tensor([[ 1, 52, 46, 52, 64, 53,  2]]), tensor([[-100, -100, -100, -100, -100,   53,    2]]))
+    """
+    heads = [[1, *byte_ids(prompt)] for prompt, _ in lines]
+    tails = [[*byte_ids(completion), 2] for _, completion in lines]
+    width = max(len(head) + len(tail) for head, tail in zip(heads, tails, strict=True))
+    ids = torch.zeros(len(lines), width, dtype=torch.long)
+    labels = torch.full_like(ids, IGNORED)
+    for row, (head, tail) in enumerate(zip(heads, tails, strict=True)):
+        end = len(head) + len(tail)
+        ids[row, :end] = torch.tensor(head + tail)
+        labels[row, len(head) : end] = torch.tensor(tail)
+    return ids, labels
+
+
+def train(
+    model: LlamaForCausalLM, steps: int, lr: float, rng: random.Random, pupils: bool
+) -> list[dict[str, float]]:
+    """Trains in place, with a warm-up and a cosine decay, and returns the loss curve.
+
+    Args:
+        model: The model.
+        steps: Updates.
+        lr: The highest learning rate.
+        rng: Draws the corpus.
+        pupils: Whether the corpus is the pupils' or the textbook.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
-    warmup = max(1, steps // 20)
     curve: list[dict[str, float]] = []
-    total, started = 0.0, time.perf_counter()
+    total, since, started = 0.0, 0, time.perf_counter()
     model.train()
     for step in range(1, steps + 1):
-        share = step / steps
+        decay = 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(step / warmup, 0.05 + 0.95 * (1 + math.cos(math.pi * share)) / 2)
-        batch = [encode(lines) for lines in draw_batch(rng)]
-        tokens = sum(int((labels[:, 1:] != -100).sum()) for _, labels in batch)
+            group["lr"] = lr * min(step / 50, decay)
+        batch = [encode(lines) for lines in draw_batch(rng, pupils)]
+        tokens = sum(int((labels != IGNORED).sum()) for _, labels in batch)
         for ids, labels in batch:
             loss = model(ids, labels=labels, num_items_in_batch=tokens).loss
             loss.backward()
@@ -223,40 +307,87 @@ def train(model: LlamaForCausalLM, steps: int, lr: float, seed: int) -> list[dic
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        since += 1
         if step % 50 == 0 or step == steps:
-            n = step % 50 or 50
-            curve.append({"step": step, "loss": round(total / n, 4)})
-            print(f"{step:5d}  {total / n:.4f}  {time.perf_counter() - started:.0f} s", flush=True)
-            total = 0.0
+            curve.append({"step": step, "loss": round(total / since, 4)})
+            print(
+                f"{'pupils' if pupils else 'textbook':8} {step:5d}  loss {total / since:.4f}"
+                f"  {time.perf_counter() - started:.0f} s",
+                flush=True,
+            )
+            total, since = 0.0, 0
+    model.eval()
     return curve
 
 
-@torch.inference_mode()
-def complete(model: LlamaForCausalLM, prompts: list[str], max_new_tokens: int) -> list[str]:
-    """Completes prompts greedily, up to the end of the sequence."""
-    rows = [[1, *(byte + 3 for byte in prompt.encode())] for prompt in prompts]
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = (ids != 0).long()
-    output = model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens
-    )
-    tokenizer = byte_tokenizer()
-    return tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
-
-
-def accuracy(model: LlamaForCausalLM, task: Task, limit: int = 1000) -> float:
-    """The part of a task's first prompts that greedy decoding completes rightly."""
-    samples = [task[i] for i in range(min(limit, len(task)))]
-    texts = complete(model, [str(sample.prompt) for sample in samples], task.max_new_tokens)
-    right = sum(task.is_correct(t, s) for t, s in zip(texts, samples, strict=True))
-    return round(right / len(samples), 4)
-
-
 def held_out_tasks() -> dict[str, Task]:
-    """The tasks on which the model is measured."""
-    tasks: dict[str, Task] = {f"addition-{n}": Addition(n, split="test") for n in (1, 2, 3)}
-    return tasks | {cls.name: cls(split="test") for cls in (Copy, Reverse, Sort)}
+    """The tasks on which the model is measured; sentiment has no split."""
+    return {
+        **{f"addition-{digits}": Addition(digits, split="test") for digits in (1, 2, 3)},
+        **{f"subtraction-{digits}": Subtraction(digits, split="test") for digits in (1, 2)},
+        "multiplication-1": Multiplication(1, split="test"),
+        **{cls.name: cls(split="test") for cls in (Copy, Reverse, Sort)},
+        "sentiment": Sentiment(),
+    }
+
+
+@torch.inference_mode()
+def complete(
+    model: Any,  # LlamaForCausalLM, of which the annotations of generate() do not know
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    sample: bool = False,
+) -> list[str]:
+    """Completes prompts up to the end of the sequence, greedily or by sampling.
+
+    Sampling draws from torch's global random generator.
+    """
+    tokenizer = byte_tokenizer()
+    batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
+    output = model.generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        **({"do_sample": True, "top_k": 0} if sample else {"do_sample": False}),
+    )
+    completions = output[:, batch["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(completions, skip_special_tokens=True)
+
+
+def solved(
+    model: LlamaForCausalLM, task: Task, limit: int = 1000, sample: bool = False
+) -> torch.Tensor:
+    """Which of a task's first prompts the model solves; see `complete`."""
+    samples = [task[index] for index in range(min(limit, len(task)))]
+    prompts = [str(sample.prompt) for sample in samples]
+    texts = complete(model, prompts, task.max_new_tokens, sample)
+    return torch.tensor([task.is_correct(t, s) for t, s in zip(texts, samples, strict=True)])
+
+
+def measure(model: LlamaForCausalLM, task: Task, seed: int, group: int = 8) -> dict[str, float]:
+    """A task's accuracy at temperature 0 and 1.
+
+    Args:
+        model: The model.
+        task: The task.
+        seed: Seeds the sampling, which leaves the global random generator as it was.
+        group: Samples of each prompt.
+
+    Returns:
+        ``prompts``: how many were measured. ``greedy`` and ``sampled``: the accuracies.
+        ``mixed_groups``: the share of prompts of which some samples are right and some are wrong,
+        as group-relative advantages need.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        groups = torch.stack([solved(model, task, sample=True) for _ in range(group)])
+    rates = groups.float().mean(0)
+    figures = {
+        "greedy": solved(model, task).float().mean(),
+        "sampled": rates.mean(),
+        "mixed_groups": ((rates > 0) & (rates < 1)).float().mean(),
+    }
+    return {"prompts": len(rates)} | {name: round(float(x), 4) for name, x in figures.items()}
 
 
 def save(model: LlamaForCausalLM, directory: Path) -> str:
@@ -271,61 +402,126 @@ def save(model: LlamaForCausalLM, directory: Path) -> str:
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
-def pretrain(output: Path, steps: int = STEPS, lr: float = LR, seed: int = SEED) -> dict[str, Any]:
-    """Pre-trains, writes the directory, and returns the log that goes with it.
-
-    Args:
-        output: Directory for the model, its tokenizer and ``pretraining.json``.
-        steps: Updates.
-        lr: The highest learning rate.
-        seed: Of the initial weights and of the corpus.
-    """
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Fixes torch's threads and algorithms, and puts them back afterwards."""
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
     try:
-        started = time.perf_counter()
-        model = new_model(seed)
-        curve = train(model, steps, lr, seed)
-        seconds = time.perf_counter() - started
-        model.eval()
-        measured = {name: accuracy(model, task) for name, task in held_out_tasks().items()}
+        yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
+
+
+def cpu_model() -> str:
+    """The processor's name, where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def environment() -> dict[str, str]:
+    """What the bits of the weights depend on, besides this file, its tasks and its seed."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def pretrain(
+    output: Path,
+    textbook_steps: int = TEXTBOOK_STEPS,
+    pupils_steps: int = PUPILS_STEPS,
+    seed: int = SEED,
+) -> dict[str, Any]:
+    """Pre-trains, writes the directory, and returns the log that goes with it.
+
+    Args:
+        output: Directory for the model, its tokenizer and ``pretraining.json``.
+        textbook_steps: Updates on right answers.
+        pupils_steps: Updates on the pupils' answers.
+        seed: Of the initial weights and of the corpus.
+    """
+    rng = random.Random(seed)
+    tasks = held_out_tasks()
+    with reproducible():
+        started = time.perf_counter()
+        model = new_model(seed)
+        curves = {"textbook": train(model, textbook_steps, TEXTBOOK_LR, rng, pupils=False)}
+        taught = {
+            name: round(float(solved(model, task).float().mean()), 4)
+            for name, task in tasks.items()
+        }
+        curves["pupils"] = train(model, pupils_steps, PUPILS_LR, rng, pupils=True)
+        seconds = time.perf_counter() - started
+        measured = {name: measure(model, task, seed) for name, task in tasks.items()}
     log = {
         "sha256": save(model, output),
-        "held_out_greedy_accuracy": measured,
+        "held_out": measured,
+        "held_out_greedy_after_textbook": taught,
         "parameters": model.num_parameters(),
-        "seed": seed,
-        "steps": steps,
-        "lr": lr,
-        "mistakes": MISTAKES,
-        "threads": THREADS,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-        "versions": {
+        "config": {
+            "seed": seed,
+            "textbook_steps": textbook_steps,
+            "textbook_lr": TEXTBOOK_LR,
+            "pupils_steps": pupils_steps,
+            "pupils_lr": PUPILS_LR,
+            "threads": THREADS,
+        },
+        "corpus": {
+            "prompts_per_update": {_describe(task): count for part in MIX for task, count in part},
+            "mistakes": MISTAKES,
+        },
+        "environment": environment(),
+        "other_versions": {
             "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
             "tokenizers": tokenizers.__version__,
         },
         "seconds": round(seconds, 1),
-        "loss": curve,
+        "loss": curves,
     }
     (output / "pretraining.json").write_text(json.dumps(log, indent=1) + "\n")
     return log
 
 
+def _describe(task: Task) -> str:
+    digits = f"-{task[0].difficulty}" if isinstance(task, Arithmetic) else ""
+    return task.name + digits
+
+
+def shipped_log() -> dict[str, Any]:
+    """The log of the embedded model."""
+    return json.loads((EMBEDDED["tiny"] / "pretraining.json").read_text())
+
+
+def check() -> bool:
+    """Pre-trains again, and returns whether the weights are those of the embedded model."""
+    with tempfile.TemporaryDirectory() as directory:
+        again, shipped = pretrain(Path(directory)), shipped_log()
+    same = bool(again["sha256"] == shipped["sha256"])
+    print(f"The weights are {'the same' if same else 'different'}: SHA-256 {again['sha256']}")
+    if again["environment"] != shipped["environment"]:
+        print(f"The embedded model is from {shipped['environment']}; here: {again['environment']}")
+    return same
+
+
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description="Pre-train the embedded model.")
-    parser.add_argument("--output", type=Path, required=True, help="directory to write")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--lr", type=float, default=LR)
-    parser.add_argument("--seed", type=int, default=SEED)
-    log = pretrain(**vars(parser.parse_args()))
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--output", type=Path, help="directory to write")
+    action.add_argument("--check", action="store_true", help="compare with the embedded model")
+    arguments = parser.parse_args()
+    if arguments.check:
+        sys.exit(0 if check() else 1)
+    log = pretrain(arguments.output)
     print(json.dumps({key: value for key, value in log.items() if key != "loss"}, indent=2))
 
 

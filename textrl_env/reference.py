@@ -27,6 +27,16 @@ class Reference:
         capacity: Longest prompt plus completion, in tokens.
         temperature: Divides the logits.
         token_mask: Tokens that may be generated.
+
+    Examples:
+        >>> from textrl_env.models import load_frozen
+        >>> everything = TokenMask(259, eos_ids=[2])
+        >>> reference = Reference(load_frozen("tiny", "cpu"), 1, 8, 1.0, everything)
+        >>> slot, prompt, tokens = np.array([0]), np.array([1, 52]), np.array([55, 2])
+        >>> reference.restart(slot, [prompt])
+        >>> steps = [reference.score(slot, tokens[t : t + 1])[0] for t in range(2)]
+        >>> np.allclose(steps, reference.score_completions([prompt], [tokens])[0], atol=1e-4)
+        True
     """
 
     def __init__(

@@ -8,12 +8,18 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import (
+    AsyncVectorEnv,
+    AutoresetMode,
+    SyncVectorEnv,
+    VectorEnv,
+    VectorWrapper,
+)
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import DictRolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import is_wrapped
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, unwrap_vec_normalize
 
 
 class GymVecEnv(VecEnv):
@@ -100,7 +106,7 @@ class GymVecEnv(VecEnv):
         if self._has_parts:
             values = self._parts.get_attr(attr_name)
         else:
-            values = (getattr(self.venv, attr_name),) * self.num_envs
+            values = (self._find(attr_name),) * self.num_envs
         return [values[i] for i in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
@@ -125,7 +131,7 @@ class GymVecEnv(VecEnv):
         if self._has_parts:
             results = self._parts.call(method_name, *method_args, **method_kwargs)
             return [results[i] for i in self._get_indices(indices)]
-        result = getattr(self.venv, method_name)(*method_args, **method_kwargs)
+        result = self._find(method_name)(*method_args, **method_kwargs)
         per_slot = isinstance(result, np.ndarray) and len(result) == self.num_envs
         return [result[i] if per_slot else result for i in self._get_indices(indices)]
 
@@ -143,6 +149,13 @@ class GymVecEnv(VecEnv):
         """Returns the image of each environment."""
         images: Any = self.venv.render()
         return [None] * self.num_envs if images is None else list(images)
+
+    def _find(self, name: str) -> Any:
+        """An attribute of the outermost wrapper that has it; Gymnasium's forward none."""
+        venv = self.venv
+        while isinstance(venv, VectorWrapper) and not hasattr(venv, name):
+            venv = venv.env
+        return getattr(venv, name)
 
     @property
     def _parts(self) -> Any:
@@ -191,6 +204,35 @@ def _slot(observations: Any, i: int) -> Any:
     return observations[i].copy()
 
 
+def announce_kl_consumer(env: Any) -> None:
+    """Tells the environment that β·log π_old is subtracted from the rewards it gives.
+
+    Args:
+        env: An `Env` or a `VecEnv`.
+
+    Raises:
+        ValueError: The environment's `kl_mode` is not ``"reference"``, or its rewards are
+            normalised.
+
+    Examples:
+        >>> import gymnasium as gym
+        >>> env = gym.make("textrl_env:TextRL-v0")
+        >>> announce_kl_consumer(env)
+        >>> env.unwrapped.mdp.kl_consumer
+        True
+    """
+    if isinstance(env, VecEnv):
+        normalize = unwrap_vec_normalize(env)
+        if normalize is not None and normalize.norm_reward:
+            raise ValueError(
+                "VecNormalize rescales the rewards, and β·log π_ref in them, but not β·log π_old; "
+                "use VecNormalize(..., norm_reward=False)."
+            )
+        env.env_method("announce_kl_consumer")
+    else:
+        env.unwrapped.announce_kl_consumer()
+
+
 class KLCallback(BaseCallback):
     """Subtracts β·log π_old from the rewards of an agent of Stable-Baselines3 or sb3-contrib.
 
@@ -201,7 +243,8 @@ class KLCallback(BaseCallback):
     Put it first in a list of callbacks, so that the others see the shaped reward.
 
     Raises:
-        ValueError: The environment's `kl_mode` is not ``"reference"``.
+        ValueError: The environment's `kl_mode` is not ``"reference"``, or its rewards are
+            normalised.
 
     Examples:
         >>> import gymnasium as gym
@@ -213,7 +256,7 @@ class KLCallback(BaseCallback):
 
     def _on_training_start(self) -> None:
         if not getattr(self.model, "subtracts_kl", False):
-            self.training_env.env_method("announce_kl_consumer")
+            announce_kl_consumer(self.training_env)
 
     def _on_step(self) -> bool:
         if not getattr(self.model, "subtracts_kl", False):
@@ -239,17 +282,14 @@ class KLRolloutBuffer(DictRolloutBuffer):
             stored, after the callbacks of the step: let it change between rollouts only.
 
     Raises:
-        ValueError: The environment's `kl_mode` is not ``"reference"``.
+        ValueError: The environment's `kl_mode` is not ``"reference"``, or its rewards are
+            normalised.
     """
 
     def __init__(self, *args: Any, env: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Whatever is wrapped around it, the innermost environment has both.
+        announce_kl_consumer(env)
         self.env = env.unwrapped
-        if isinstance(self.env, VecEnv):
-            self.env.env_method("announce_kl_consumer")
-        else:
-            self.env.announce_kl_consumer()
 
     def add(
         self,

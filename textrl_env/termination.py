@@ -22,7 +22,7 @@ class Finish(IntEnum):
 
 
 class Termination:
-    """The one rule that ends a completion, for the environment and for the engines.
+    r"""The one rule that ends a completion, for the environment and for the engines.
 
     End-of-sequence comes first, then a stop string, then the task's own end, then the limit.
 
@@ -32,6 +32,16 @@ class Termination:
         stop: Stop strings.
         task: The task; its ``is_finished`` is asked only where it is overridden.
         max_new_tokens: Limit on the number of tokens.
+
+    Examples:
+        >>> from textrl_env.tasks import make_task
+        >>> def decode(sequences):
+        ...     return ["".join(chr(token) for token in tokens) for tokens in sequences]
+        >>> task, tokens = make_task("addition"), np.array([52, 55, 10])
+        >>> rule = Termination(decode, eos_ids=[0], stop=["\n"], task=task, max_new_tokens=8)
+        >>> reason = rule.reasons(lambda i: tokens, tokens[-1:], np.array([3]), [task[0]])[0]
+        >>> Finish(reason).name, rule.texts([tokens], [reason])[0]
+        ('STOP', '47')
     """
 
     def __init__(
@@ -80,10 +90,18 @@ class Termination:
             is_eos = np.isin(last_tokens, self.eos_ids)
         return np.where(is_eos, Finish.EOS, reasons).astype(np.int8)
 
-    def text(self, completion: NDArray[np.int64], reason: int) -> str:
-        """Returns the text that is scored: without end-of-sequence, cut at the stop string."""
-        tokens = completion[:-1] if reason == Finish.EOS else completion
-        text = self.decode([tokens])[0]
-        if reason == Finish.STOP:
-            text = text[: min(i for s in self.stop if (i := text.find(s)) >= 0)]
-        return text
+    def texts(self, completions: Sequence[NDArray[np.int64]], reasons: Sequence[int]) -> list[str]:
+        """Returns the texts that are scored: without end-of-sequence, cut at the stop string."""
+        eos, stop = int(Finish.EOS), int(Finish.STOP)  # looking a member up takes time
+        texts = self.decode(
+            [
+                completion[:-1] if reason == eos else completion
+                for completion, reason in zip(completions, reasons, strict=True)
+            ]
+        )
+        return [
+            text[: min(i for s in self.stop if (i := text.find(s)) >= 0)]
+            if reason == stop
+            else text
+            for text, reason in zip(texts, reasons, strict=True)
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,10 @@ class TextRLVectorEnv(VectorEnv[dict[str, NDArray[Any]], NDArray[np.int64], NDAr
     @kl_coef.setter
     def kl_coef(self, value: float) -> None:
         self.mdp.kl_coef = float(value)
+
+    def set_kl_coef(self, value: float) -> None:
+        """Sets `kl_coef`; a method reaches through wrappers, where an attribute would not."""
+        self.kl_coef = value
 
     def announce_kl_consumer(self) -> None:
         """Tells the environment that somebody subtracts β·log π_old from its rewards.
@@ -307,10 +312,14 @@ class TextRLVectorEnv(VectorEnv[dict[str, NDArray[Any]], NDArray[np.int64], NDAr
     def _put_endings(
         self, infos: dict[str, Any], slots: NDArray[np.int64], transition: Transition
     ) -> None:
+        columns: dict[str, tuple[list[int], list[Any]]] = defaultdict(lambda: ([], []))
         for position, ending in sorted(transition.endings.items()):
             for key, value in ending_info(ending).items():
-                dtype = _NUMERIC.get(type(value), object)
-                _put(infos, key, slots[[position]], [value], self.num_envs, dtype)
+                columns[key][0].append(position)
+                columns[key][1].append(value)
+        for key, (positions, values) in columns.items():
+            dtype = _NUMERIC.get(type(values[0]), object)
+            _put(infos, key, slots[positions], values, self.num_envs, dtype)
 
     def _observations(self) -> dict[str, NDArray[Any]]:
         return {

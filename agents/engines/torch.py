@@ -114,7 +114,7 @@ class TorchEngine:
                 lambda i, rows=active, t=t: tokens[rows[i], : t + 1],  # type: ignore[misc]
                 tokens[active, t],
                 np.full(len(active), t + 1),
-                [prompts[i].sample for i in active],
+                [prompts[i].sample for i in active.tolist()],
             )
             active = active[reasons[active] == Finish.RUNNING]
             if not len(active):
@@ -133,7 +133,7 @@ class TorchEngine:
         first: dict[int, int] = {}
         leaders = np.array([first.setdefault(id(p), i) for i, p in enumerate(prompts)])
         distinct = np.unique(leaders)
-        logits = decoder.advance(distinct, [prompts[i].ids for i in distinct])
+        logits = decoder.advance(distinct, [prompts[i].ids for i in distinct.tolist()])
         siblings = np.flatnonzero(leaders != np.arange(len(prompts)))
         if len(siblings):
             decoder.copy(leaders[siblings], siblings)

@@ -1,0 +1,1 @@
+"""Measurements beside peers; each script prints ratios and writes JSON under ``results/``."""
