@@ -26,9 +26,9 @@ Algorithm = Literal["grpo", "ppo", "rloo"]
 
 # Found by hand on two-digit addition; `benchmarks/addition.py` measures them on three seeds.
 RECIPES: Mapping[Algorithm, tuple[type[Agent], dict[str, Any]]] = {
-    "grpo": (GRPO, {"learning_rate": 5e-4, "group_size": 8, "batch_size": 128}),
-    "rloo": (RLOO, {"learning_rate": 5e-4, "group_size": 8, "batch_size": 128}),
-    "ppo": (PPO, {"learning_rate": 5e-4, "batch_size": 128, "n_epochs": 2}),
+    "grpo": (GRPO, {"learning_rate": 2e-4, "group_size": 8, "batch_size": 128}),
+    "rloo": (RLOO, {"learning_rate": 2e-4, "group_size": 8, "batch_size": 128}),
+    "ppo": (PPO, {"learning_rate": 2e-4, "batch_size": 128, "n_epochs": 2}),
 }
 
 
@@ -53,7 +53,7 @@ class DemoConfig:
     algorithm: Algorithm = "grpo"
     digits: int = 2
     model: str = "tiny"
-    total_timesteps: int = 150_000
+    total_timesteps: int = 100_000
     num_envs: int = 256
     kl_coef: float = 0.005
     learning_rate: float | None = None

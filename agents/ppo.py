@@ -29,7 +29,7 @@ class PPO(Agent):
             or a policy class otherwise.
         env: Gymnasium id, `Env`, Gymnasium `VectorEnv` or Stable-Baselines3 `VecEnv`.
         learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
-            and 1e-5 for a language model; `tiny` takes 5e-4.
+            and 1e-5 for a language model; `tiny` takes 2e-4.
         n_steps: Steps per slot and rollout. None is 2,048; on text it stays None, and a rollout is
             one whole completion per slot.
         batch_size: Transitions per optimiser step, on text completions. None is 64.
@@ -68,7 +68,7 @@ class PPO(Agent):
         (64, 0.99)
         >>> import gymnasium as gym
         >>> env = gym.make_vec("textrl_env:TextRL-v0", num_envs=8, task="addition", kl_coef=0.01)
-        >>> PPO("LMPolicy", env, learning_rate=5e-4, seed=0).learn(20).gamma
+        >>> PPO("LMPolicy", env, learning_rate=2e-4, seed=0).learn(20).gamma
         1.0
     """
 

@@ -30,7 +30,7 @@ class RLOO(Agent):
             is one episode per slot, so `num_envs` is ``prompts per rollout × group_size``.
         learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
             and 1e-5 for a language model: 1e-6 to 1e-5 is usual for 0.1 to 7 billion parameters,
-            and `tiny` takes 5e-4.
+            and `tiny` takes 2e-4.
         batch_size: Episodes per optimiser step; None takes the whole rollout, which is on-policy.
         micro_batch_size: Episodes that are run at a time. It bounds memory and changes nothing.
         n_epochs: Passes over a rollout.
@@ -60,7 +60,7 @@ class RLOO(Agent):
     Examples:
         >>> import gymnasium as gym
         >>> env = gym.make_vec("textrl_env:TextRL-v0", num_envs=8, task="addition", kl_coef=0.01)
-        >>> agent = RLOO("LMPolicy", env, learning_rate=5e-4, group_size=4, seed=0).learn(20)
+        >>> agent = RLOO("LMPolicy", env, learning_rate=2e-4, group_size=4, seed=0).learn(20)
         >>> groups = agent.rollout_buffer.advantages[:, 0].view(2, 4)
         >>> bool(groups.sum(1).abs().max() < 1e-5)
         True

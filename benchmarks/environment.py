@@ -18,12 +18,15 @@ import gymnasium as gym
 import numpy as np
 import tyro
 from gymnasium.vector import SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
 from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
 
 import textrl_env  # noqa: F401 (registers TextRL-v0)
 from benchmarks import record
 
 _EOS = 2  # of the embedded tokenizer
+_WINDOWS = (16, 256)  # tokens at which a step is timed
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Config:
         num_envs: Slots of the vector environments.
         steps: Steps of one timing without a model.
         pairs: Paired timings.
-        reference_envs: Slots of the timing with the reference.
+        reference_envs: Slots of the timings with the reference.
         reference_tokens: Tokens of its episodes.
         repeats: Episodes that its time per step is the median of.
     """
@@ -42,9 +45,9 @@ class Config:
     num_envs: int = 256
     steps: int = 200
     pairs: int = 7
-    reference_envs: int = 32
+    reference_envs: tuple[int, ...] = (8, 16, 32, 64)
     reference_tokens: int = 272
-    repeats: int = 5
+    repeats: int = 15
 
 
 def step_rate(venv: VectorEnv[Any, Any, Any], steps: int) -> float:
@@ -80,35 +83,55 @@ def compare_vectors(config: Config, task: str) -> dict[str, Any]:
     }
 
 
-def reference_growth(config: Config) -> dict[str, Any]:
-    """Returns the time per step with the reference, early and late in an episode."""
+def reference_growth(config: Config, num_envs: int) -> dict[str, Any]:
+    """Returns the time per step with the reference, early and late in an episode.
+
+    Attention reads all keys and values so far, so its share grows by its nature; the rest of the
+    step must not.
+    """
     venv = gym.make_vec(
         "TextRL-v0",
-        num_envs=config.reference_envs,
+        num_envs=num_envs,
         task="sentiment",
         stop=(),
         max_new_tokens=config.reference_tokens,
         kl_coef=0.0,
     )
     generator = np.random.default_rng(0)
-    times = np.zeros((config.repeats, config.reference_tokens))
-    for repeat in range(config.repeats):
+    seconds = np.zeros((config.repeats, config.reference_tokens - 1))
+    attention = dict.fromkeys(_WINDOWS, 0.0)
+    for repeat in range(config.repeats + 1):
         venv.reset(seed=repeat)
         for t in range(config.reference_tokens - 1):
-            actions = generator.integers(97, 123, size=config.reference_envs)
+            actions = generator.integers(97, 123, size=num_envs)  # lower-case letters
             start = time.perf_counter()
-            venv.step(actions)
-            times[repeat, t] = time.perf_counter() - start
-
-    def around(token: int) -> float:
-        window = times[:, token - 8 : token + 8]
-        return float(np.median(window))
-
+            if repeat == config.repeats and t in _WINDOWS:
+                attention[t] = _attention_seconds(venv, actions)
+            else:
+                venv.step(actions)
+            if repeat < config.repeats:
+                seconds[repeat, t] = time.perf_counter() - start
+    early, late = (float(np.median(seconds[:, t - 8 : t + 8])) for t in _WINDOWS)
+    early_attention, late_attention = attention.values()
     return {
-        "seconds_at_token_16": around(16),
-        "seconds_at_token_256": around(256),
-        "growth": around(256) / around(16) - 1,
+        "seconds_at_token_16": early,
+        "seconds_at_token_256": late,
+        "growth": late / early - 1,
+        "attention_seconds_at_token_16": early_attention,
+        "attention_seconds_at_token_256": late_attention,
+        "growth_beyond_attention": (late - late_attention) / (early - early_attention) - 1,
     }
+
+
+def _attention_seconds(venv: VectorEnv[Any, Any, Any], actions: NDArray[np.int64]) -> float:
+    """Takes a step under the profiler, whose own cost stays out of the other timings."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        venv.step(actions)
+    return sum(
+        event.self_cpu_time_total / 1e6
+        for event in profiler.key_averages()
+        if "scaled_dot_product" in event.key
+    )
 
 
 def main(config: Config) -> None:
@@ -118,8 +141,9 @@ def main(config: Config) -> None:
     for task in ("addition", "sort"):
         results[f"vector_{task}"] = compare_vectors(config, task)
         console.print(task, results[f"vector_{task}"])
-    results["reference"] = reference_growth(config)
-    console.print("reference", results["reference"])
+    for num_envs in config.reference_envs:
+        results[f"reference_{num_envs}"] = reference_growth(config, num_envs)
+        console.print(f"reference, {num_envs} slots", results[f"reference_{num_envs}"])
     console.print(f"Wrote {record.write('environment', dataclasses.asdict(config), results)}")
 
 
