@@ -25,7 +25,8 @@ class GRPO(Agent):
 
         A = (R − mean_group(R)) / (std_group(R) + ε)
 
-    Siblings with equal returns teach nothing: their advantage is 0.
+    Siblings with equal returns teach nothing: their advantage is 0. The constants of other
+    implementations are in `agents.presets`: ``GRPO(..., **PRESETS["verl"].grpo_arguments)``.
 
     Args:
         policy: ``"LMPolicy"`` for text; ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``
@@ -46,6 +47,8 @@ class GRPO(Agent):
         clip_range: The probability ratio is clipped below 1 − clip_range.
         clip_range_high: And above 1 + clip_range_high (DAPO, arXiv:2503.14476); None is
             `clip_range`.
+        clip_range_lower: Dual clip c > 1 (arXiv:1912.09729): bounds the loss of a token with a
+            negative advantage by c·|A|; verl has 3. None leaves it out, as the paper does.
         ent_coef: Weight of the entropy bonus.
         kl_loss_coef: Weight β of the KL to the reference as a loss, as in the paper. The
             environment's `kl_coef` puts it into the reward instead; use one of the two.
@@ -89,6 +92,7 @@ class GRPO(Agent):
         epsilon: float = 1e-4,
         clip_range: float = 0.2,
         clip_range_high: float | None = None,
+        clip_range_lower: float | None = None,
         ent_coef: float = 0.0,
         kl_loss_coef: float = 0.0,
         kl_loss: str = "k2",
@@ -109,6 +113,7 @@ class GRPO(Agent):
         self.epsilon = epsilon
         self.clip_range = clip_range
         self.clip_range_high = clip_range_high
+        self.clip_range_lower = clip_range_lower
         super().__init__(
             policy,
             env,
@@ -153,5 +158,10 @@ class GRPO(Agent):
         """The clipped objective."""
         assert batch.advantages is not None
         return clipped_objective(
-            logprobs, batch.logprobs, batch.advantages, self.clip_range, self.clip_range_high
+            logprobs,
+            batch.logprobs,
+            batch.advantages,
+            self.clip_range,
+            self.clip_range_high,
+            self.clip_range_lower,
         )

@@ -7,6 +7,8 @@ Examples:
     >>> import torch
     >>> from agents.advantages import group_advantages
     >>> returns, groups = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 0])
+    >>> PRESETS["verl"].grpo_arguments["clip_range_lower"]  # GRPO(..., **it)
+    3.0
     >>> for name in ("verl", "trl"):
     ...     advantages = group_advantages(returns, groups, **PRESETS[name].group_arguments)
     ...     print(f"{name} {advantages[0]:.5f}")
@@ -28,6 +30,16 @@ class GroupArguments(TypedDict):
     eps: float
     ddof: int
     singletons: str
+
+
+class GRPOArguments(TypedDict):
+    """Keyword arguments of `agents.GRPO`."""
+
+    epsilon: float
+    loss_aggregation: str
+    clip_range: float
+    clip_range_lower: float | None
+    kl_loss: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,17 @@ class Preset:
     kl_estimator: str
     kl_loss: str
     kl_clamp: float | None
+
+    @property
+    def grpo_arguments(self) -> GRPOArguments:
+        """Keyword arguments of `agents.GRPO`."""
+        return {
+            "epsilon": self.group_eps,
+            "loss_aggregation": self.loss_aggregation,
+            "clip_range": self.clip_range,
+            "clip_range_lower": self.clip_range_lower,
+            "kl_loss": self.kl_loss,
+        }
 
     @property
     def group_arguments(self) -> GroupArguments:

@@ -9,7 +9,7 @@ from gymnasium.vector import VectorEnv
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, Schedule
 
-from agents.advantages import leave_one_out_advantages
+from agents.advantages import discounted_returns, leave_one_out_advantages
 from agents.agent import Agent
 from agents.kl_control import KLController
 from agents.objectives import clipped_objective
@@ -21,7 +21,9 @@ class RLOO(Agent):
 
     Each start state (a prompt, or a reset seed) gets `group_size` episodes, and an episode's
     advantage is its return minus the mean return of the others of its group (section 3 of the
-    paper): without bias, and without a critic. The KL to the reference is part of the return.
+    paper): without bias, and without a critic. The KL to the reference is part of the return, per
+    completion; with `reward_to_go` a step answers only for what comes after it, which has the same
+    expectation and less variance.
 
     Args:
         policy: ``"LMPolicy"`` for text; ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``
@@ -36,6 +38,8 @@ class RLOO(Agent):
         n_epochs: Passes over a rollout.
         group_size: Episodes per start state; it must divide the number of slots. A group of one
             keeps its return.
+        reward_to_go: Charges a step with the rewards and KL terms from it on, rather than with
+            those of the whole episode.
         clip_range: The probability ratio is clipped to 1 ± clip_range; on the first pass over a
             rollout that changes nothing, and the gradient is REINFORCE's.
         ent_coef: Weight of the entropy bonus.
@@ -75,6 +79,7 @@ class RLOO(Agent):
         micro_batch_size: int | None = None,
         n_epochs: int = 1,
         group_size: int = 4,
+        reward_to_go: bool = False,
         clip_range: float = 0.2,
         ent_coef: float = 0.0,
         kl_loss_coef: float = 0.0,
@@ -92,6 +97,7 @@ class RLOO(Agent):
         device: torch.device | str = "auto",
         _init_setup_model: bool = True,
     ) -> None:
+        self.reward_to_go = reward_to_go
         self.clip_range = clip_range
         super().__init__(
             policy,
@@ -122,10 +128,14 @@ class RLOO(Agent):
 
     def compute_advantages(self, trajectories: Trajectories) -> None:
         """The return of each episode against its siblings', at each of its steps."""
+        returns = trajectories.episode_returns
         advantages = leave_one_out_advantages(
-            trajectories.episode_returns, trajectories.groups, valid=trajectories.valid
-        )
-        trajectories.advantages = advantages[:, None].expand_as(trajectories.mask)
+            returns, trajectories.groups, valid=trajectories.valid
+        )[:, None]
+        if self.reward_to_go:
+            to_go = discounted_returns(trajectories.rewards, trajectories.mask, gamma=1.0)
+            advantages = advantages + (to_go - returns[:, None])
+        trajectories.advantages = torch.where(trajectories.mask, advantages, 0.0)
 
     def policy_loss(
         self, logprobs: torch.Tensor, batch: Trajectories

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agents import GRPO, PPO, RLOO, LMPolicy
 from agents.kl_control import AdaptiveKL
+from agents.presets import PRESETS
 from textrl_env.sb3 import GymVecEnv
 from textrl_env.tasks import FunctionTask
 
@@ -144,11 +145,13 @@ def test_a_failed_reward_leaves_the_loss(tiny_llama, agent_class):
             {"reward": reward, "on_error": "mask", "kl_mode": "none"}, **kwargs,
         )  # fmt: skip
 
-    agent = make(broken=True)
+    with pytest.warns(UserWarning, match="no grade"):
+        agent = make(broken=True)
     batch = agent.rollout_buffer
     assert 0 < int(batch.valid.sum()) < len(batch)
     with_failures = gradients(agent, batch)
-    good = make(broken=True)
+    with pytest.warns(UserWarning, match="no grade"):
+        good = make(broken=True)
     rows = good.rollout_buffer.select(torch.nonzero(good.rollout_buffer.valid)[:, 0])
     good.compute_advantages(rows)
     assert_same_gradient(gradients(good, rows), with_failures)
@@ -163,7 +166,8 @@ def test_a_batch_of_failures_only_changes_nothing(tiny_llama, agent_class):
 
     agent = make_agent(agent_class, make_env(tiny_llama, reward=reward, on_error="mask"))
     before = [p.clone() for p in agent.policy.parameters()]
-    agent.learn(1)
+    with pytest.warns(UserWarning, match="no grade"):
+        agent.learn(1)
     assert all(map(torch.equal, before, agent.policy.parameters()))
 
 
@@ -189,7 +193,7 @@ def test_a_truncated_completion_bootstraps(tiny_llama):
                 prompt = batch.observations["prompt_ids"][i][batch.observations["prompt_mask"][i]]
                 ids = torch.cat([prompt, batch.actions[i]])[None]
                 hidden = agent.policy.lm.model(ids).last_hidden_state[0, -1]
-                final = float(agent.policy.value_net(hidden))
+                final = float(agent.policy.value_net(hidden).detach())
                 assert abs(final) > 1e-3
             assert float(batch.returns[i, 1]) == pytest.approx(final, abs=1e-4)
 
@@ -510,3 +514,25 @@ def test_a_task_of_ones_own(tiny_llama):
     agent.learn(30)
     assert mean_task_reward(agent) > 0
     assert {info["l"] for info in agent.ep_info_buffer} <= set(range(1, 6))
+
+
+def test_reward_to_go_differs_by_what_came_before(tiny_llama):
+    """Same rows and baseline; a step no longer answers for the KL terms of earlier ones."""
+    whole = collected(RLOO, tiny_llama)
+    to_go = collected(RLOO, tiny_llama, reward_to_go=True)
+    batch = to_go.rollout_buffer
+    assert torch.equal(batch.rewards, whole.rollout_buffer.rewards)
+    before = torch.where(batch.mask, batch.rewards.cumsum(1) - batch.rewards, 0.0)
+    assert before.abs().max() > 0
+    torch.testing.assert_close(
+        batch.advantages, whole.rollout_buffer.advantages - before, atol=1e-6, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["verl", "trl", "openrlhf"])
+def test_presets_are_arguments_of_grpo(tiny_llama, name):
+    preset = PRESETS[name]
+    agent = make_agent(GRPO, make_env(tiny_llama), **preset.grpo_arguments)
+    agent.learn(1)
+    assert agent.epsilon == preset.group_eps
+    assert agent.clip_range_lower == preset.clip_range_lower
