@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from textrl_env.access import MDPAccess
 from textrl_env.config import TextRLConfig
 from textrl_env.core import TokenMDP, check_options
 from textrl_env.trace import RENDER_MODES, EpisodeTrace, check_render_mode
@@ -15,7 +16,7 @@ from textrl_env.trace import RENDER_MODES, EpisodeTrace, check_render_mode
 _SLOT = np.zeros(1, dtype=np.int64)
 
 
-class TextRLEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
+class TextRLEnv(MDPAccess, gym.Env[dict[str, NDArray[Any]], np.int64]):
     """Generating one completion, a token per step.
 
     The observation is a dictionary: ``input_ids``, int64 (L,), holds the prompt and the tokens so
@@ -58,42 +59,6 @@ class TextRLEnv(gym.Env[dict[str, NDArray[Any]], np.int64]):
         self.observation_space = self.mdp.observation_space  # type: ignore[assignment]
         self.action_space = self.mdp.action_space
         self._trace: EpisodeTrace | None = None
-
-    @property
-    def task(self) -> Any:
-        """The task."""
-        return self.mdp.task
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.mdp.tokenizer
-
-    @property
-    def eos_token_id(self) -> int:
-        """The id of the tokenizer's end-of-sequence token."""
-        return int(self.mdp.tokenizer.eos_token_id)
-
-    @property
-    def kl_coef(self) -> float:
-        """β; a KL controller may change it between steps."""
-        return self.mdp.kl_coef
-
-    @kl_coef.setter
-    def kl_coef(self, value: float) -> None:
-        self.mdp.kl_coef = float(value)
-
-    def set_kl_coef(self, value: float) -> None:
-        """Sets `kl_coef`; a method reaches through wrappers, where an attribute would not."""
-        self.kl_coef = value
-
-    def announce_kl_consumer(self) -> None:
-        """Tells the environment that somebody subtracts β·log π_old from its rewards.
-
-        Raises:
-            ValueError: `kl_mode` is not ``"reference"``: the KL would be charged twice, or alone.
-        """
-        self.mdp.announce_kl_consumer()
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from textrl_env.access import MDPAccess
 from textrl_env.config import TextRLConfig
 from textrl_env.core import Prompt, TokenMDP, Transition, check_options, ending_info
 from textrl_env.trace import RENDER_MODES, EpisodeTrace, check_render_mode
@@ -20,7 +21,9 @@ from textrl_env.trace import RENDER_MODES, EpisodeTrace, check_render_mode
 _NUMERIC = {float: np.float64, int: np.int64, bool: np.bool_}
 
 
-class TextRLVectorEnv(VectorEnv[dict[str, NDArray[Any]], NDArray[np.int64], NDArray[Any]]):
+class TextRLVectorEnv(
+    MDPAccess, VectorEnv[dict[str, NDArray[Any]], NDArray[np.int64], NDArray[Any]]
+):
     """N completions at a time, a token of each per step.
 
     The same seeds and actions give the same observations, rewards and infos as
@@ -74,42 +77,6 @@ class TextRLVectorEnv(VectorEnv[dict[str, NDArray[Any]], NDArray[np.int64], NDAr
         self._generators: list[np.random.Generator | None] = [None] * num_envs
         self._ended = np.zeros(num_envs, dtype=np.bool_)
         self._traces: list[EpisodeTrace] | None = None
-
-    @property
-    def task(self) -> Any:
-        """The task."""
-        return self.mdp.task
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.mdp.tokenizer
-
-    @property
-    def eos_token_id(self) -> int:
-        """The id of the tokenizer's end-of-sequence token."""
-        return int(self.mdp.tokenizer.eos_token_id)
-
-    @property
-    def kl_coef(self) -> float:
-        """β; a KL controller may change it between steps."""
-        return self.mdp.kl_coef
-
-    @kl_coef.setter
-    def kl_coef(self, value: float) -> None:
-        self.mdp.kl_coef = float(value)
-
-    def set_kl_coef(self, value: float) -> None:
-        """Sets `kl_coef`; a method reaches through wrappers, where an attribute would not."""
-        self.kl_coef = value
-
-    def announce_kl_consumer(self) -> None:
-        """Tells the environment that somebody subtracts β·log π_old from its rewards.
-
-        Raises:
-            ValueError: `kl_mode` is not ``"reference"``: the KL would be charged twice, or alone.
-        """
-        self.mdp.announce_kl_consumer()
 
     def reset(
         self,
