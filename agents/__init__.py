@@ -3,6 +3,7 @@
 from agents.grpo import GRPO
 from agents.policies import LMPolicy
 from agents.ppo import PPO
+from agents.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agents.rloo import RLOO
 
-__all__ = ["GRPO", "PPO", "RLOO", "LMPolicy"]
+__all__ = ["GRPO", "PPO", "RLOO", "LMPolicy", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline"]

@@ -450,6 +450,8 @@ class Agent(BaseAlgorithm):
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         batch = self.rollout_buffer
+        if not bool(batch.loss_mask.any()):
+            return  # every reward failed
         self.compute_advantages(batch)
         if not isinstance(self.policy, LMPolicy):
             batch = batch.as_transitions()

@@ -12,7 +12,7 @@ import stable_baselines3
 import torch
 from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback
 
-from agents import GRPO, PPO, RLOO
+from agents import GRPO, PPO, RLOO, ReinforcePlusPlusBaseline
 from agents.kl_control import AdaptiveKL
 
 
@@ -59,7 +59,7 @@ class SaveAt(BaseCallback):
         self._saw("rollout_end")
 
 
-@pytest.mark.parametrize("agent_class", [PPO, GRPO, RLOO])
+@pytest.mark.parametrize("agent_class", [PPO, GRPO, RLOO, ReinforcePlusPlusBaseline])
 @pytest.mark.parametrize(
     ("event", "after"),
     [("step", 2), ("step", 6), ("rollout_start", 3), ("rollout_end", 1), ("rollout_end", 4)],
