@@ -17,18 +17,30 @@ from rich.table import Table
 from stable_baselines3.common.logger import configure
 
 import textrl_env  # noqa: F401 (registers TextRL-v0)
-from agents import GRPO, PPO, RLOO, LMPolicy
+from agents import (
+    GRPO,
+    PPO,
+    RLOO,
+    LMPolicy,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
 from agents.agent import Agent
 from agents.evaluation import TaskEvaluation, evaluate_task
 from textrl_env.tasks import make_task
 
-Algorithm = Literal["grpo", "ppo", "rloo"]
+Algorithm = Literal["grpo", "rloo", "ppo", "reinforce++", "reinforce++-baseline"]
 
 # Found by hand on two-digit addition; `benchmarks/addition.py` measures them on three seeds.
 RECIPES: Mapping[Algorithm, tuple[type[Agent], dict[str, Any]]] = {
     "grpo": (GRPO, {"learning_rate": 2e-4, "group_size": 8, "batch_size": 128}),
     "rloo": (RLOO, {"learning_rate": 2e-4, "group_size": 8, "batch_size": 128}),
     "ppo": (PPO, {"learning_rate": 2e-4, "batch_size": 128, "n_epochs": 2}),
+    "reinforce++": (ReinforcePlusPlus, {"learning_rate": 2e-4, "batch_size": 128}),
+    "reinforce++-baseline": (
+        ReinforcePlusPlusBaseline,
+        {"learning_rate": 2e-4, "group_size": 8, "batch_size": 128},
+    ),
 }
 
 
@@ -38,7 +50,7 @@ class DemoConfig:
 
     Attributes:
         output: Folder for the TensorBoard events, configuration, checkpoint and curves.
-        algorithm: grpo, ppo or rloo.
+        algorithm: grpo, rloo, ppo, reinforce++ or reinforce++-baseline.
         digits: Digits of the operands.
         model: The model to start from: tiny, a directory or a hub id.
         total_timesteps: Tokens to train for, at least.

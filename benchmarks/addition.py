@@ -1,4 +1,4 @@
-"""Held-out accuracy on two-digit addition, before and after training: GRPO, PPO and RLOO.
+"""Held-out accuracy on two-digit addition, before and after training, with every agent.
 
 ``python -m benchmarks.addition`` trains each algorithm with each seed by the recipes of
 `agents.demo`, and writes ``results/addition.json`` after every run.
@@ -32,7 +32,7 @@ class Config:
         total_timesteps: Tokens of each run, at least.
     """
 
-    algorithms: tuple[Algorithm, ...] = ("grpo", "ppo", "rloo")
+    algorithms: tuple[Algorithm, ...] = tuple(RECIPES)
     seeds: tuple[int, ...] = (0, 1, 2)
     total_timesteps: int = DemoConfig.total_timesteps
 
