@@ -130,6 +130,7 @@ def _replay(
             len(rows),
             t,
             actions=tokens[:, t],
+            clipped_actions=tokens[:, t],
             log_probs=torch.from_numpy(logprobs[:, t].astype(np.float32)),
             values=None,
             new_obs=new_obs,
@@ -184,7 +185,6 @@ def _on_step(
             "callback": callback,
             "n_steps": n_steps,
             "rollout_buffer": agent.rollout_buffer,
-            "clipped_actions": shown["actions"],
             **shown,
         }
     )
@@ -231,7 +231,8 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
     """Steps each slot of the environment through one episode.
 
     Slots of a group start from the same state: the same prompt for text, the same reset seed
-    elsewhere. A slot that is done waits, its further steps left out, until all are.
+    elsewhere; without groups the environments go on drawing their starts. A slot that is done
+    waits, its further steps left out, until all are.
 
     Returns:
         The trajectories, or None where a callback stopped the training.
@@ -248,7 +249,7 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
         uniforms = torch.from_numpy(
             sampling_uniforms(agent.run_seed, agent.rollout, starts, agent.mdp.max_new_tokens)
         )
-    else:
+    elif agent.group_size > 1:
         # VecEnv.seed() would give each slot another seed; a group shares one.
         env.unwrapped._seeds = [int(i) for i in starts]
     obs = env.reset()
@@ -258,8 +259,10 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
     first_obs: Any = obs
     steps: list[tuple[Any, ...]] = []
     while active.any():
+        _reset_noise(agent, len(steps))
         actions, log_probs, values = _act(agent, obs, uniforms, len(steps))
-        new_obs, rewards, dones, infos = env.step(_clip(agent, actions))
+        clipped_actions = _clip(agent, actions)
+        new_obs, rewards, dones, infos = env.step(clipped_actions)
         for i in np.flatnonzero(~active | dones).tolist():
             if not active[i]:
                 infos[i], rewards[i], dones[i] = {}, 0.0, False
@@ -272,6 +275,7 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
             int(active.sum()),
             len(steps),
             actions=np.where(active, actions, 0) if actions.ndim == 1 else actions,
+            clipped_actions=clipped_actions,
             log_probs=torch.from_numpy(log_probs_array.astype(np.float32)),
             values=values,
             new_obs=new_obs,
@@ -302,6 +306,13 @@ def _act(
         log_dist = agent.policy.log_distribution(obs_tensor, num_tokens=t)
         tokens = sample_tokens(log_dist, uniforms[:, min(t, uniforms.shape[1] - 1)])
         return tokens.cpu().numpy(), log_dist.gather(1, tokens[:, None])[:, 0], None
+
+
+def _reset_noise(agent: Agent, n_steps: int) -> None:
+    """Draws new noise for state-dependent exploration, as often as asked for."""
+    frequency = agent.sde_sample_freq
+    if agent.use_sde and (n_steps == 0 or (frequency > 0 and n_steps % frequency == 0)):
+        agent.policy.reset_noise(agent.n_envs)
 
 
 def _clip(agent: Agent, actions: NDArray[Any]) -> NDArray[Any]:
@@ -387,17 +398,21 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
     new_obs: Any = None
     assert agent.n_steps is not None
     for n_steps in range(agent.n_steps):
+        _reset_noise(agent, n_steps)
         obs = agent._last_obs
         actions, log_probs, values = _act(agent, obs, None, n_steps)
-        new_obs, rewards, dones, infos = env.step(_clip(agent, actions))
+        clipped_actions = _clip(agent, actions)
+        new_obs, rewards, dones, infos = env.step(clipped_actions)
         shaped = _shaped_rewards(agent, rewards.astype(np.float64), log_probs.cpu().numpy())
         keep_going = _on_step(
             agent,
             callback,
             env.num_envs,
             n_steps,
+            n_rollout_steps=agent.n_steps,
             obs_tensor=obs_as_tensor(obs, agent.device),
             actions=actions,
+            clipped_actions=clipped_actions,
             log_probs=log_probs,
             values=values,
             new_obs=new_obs,

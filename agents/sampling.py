@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from textrl_env.permutation import Permutation
+
 
 def sampling_uniforms(
     seed: int, rollout: int, prompt_indices: ArrayLike, num_tokens: int
@@ -66,7 +68,7 @@ class PromptSampler:
 
     Args:
         size: Number of prompts.
-        seed: The run's seed.
+        seed: The run's seed, not negative.
 
     Attributes:
         position: Prompts handed out so far; setting it resumes there.
@@ -82,18 +84,15 @@ class PromptSampler:
         self.seed = seed
         self.position = 0
         self._epoch = -1
-        self._order = np.zeros(0, dtype=np.int64)
+        self._permutation = Permutation(size, seed)
 
     def next(self, count: int) -> NDArray[np.int64]:
-        """Returns the next `count` prompt indices, across the edge of an epoch if need be."""
-        chosen: list[NDArray[np.int64]] = []
-        while count > 0:
-            epoch, offset = divmod(self.position, self.size)
-            if epoch != self._epoch:
-                self._order = np.random.default_rng((self.seed, epoch)).permutation(self.size)
-                self._epoch = epoch
-            part = self._order[offset : offset + count]
-            chosen.append(part)
-            self.position += len(part)
-            count -= len(part)
-        return np.concatenate(chosen)
+        """Returns the next `count` prompt indices, int64, across the edges of epochs."""
+        positions = range(self.position, self.position + count)
+        self.position += count
+        return np.array([self._order(p // self.size)[p % self.size] for p in positions])
+
+    def _order(self, epoch: int) -> Permutation:
+        if epoch != self._epoch:
+            self._epoch, self._permutation = epoch, Permutation(self.size, self.seed << 32 | epoch)
+        return self._permutation

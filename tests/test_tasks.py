@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from textrl_env.permutation import Permutation
 from textrl_env.tasks import (
     Addition,
     Copy,
@@ -247,7 +248,7 @@ def test_addition_partitions_the_pairs(digits, seed, fraction):
 
 def test_three_digits_hold_every_pair_and_enumerate_none(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.delattr(Split, "_permute")
+        patch.delattr(Permutation, "_mix")
         train, test = Addition(3), Addition(3, "test")
     assert len(train) + len(test) == 810_000
     assert {len(str(n)) for pair in pairs([train[i] for i in range(200)], "+") for n in pair} == {3}

@@ -52,12 +52,27 @@ class GymVecEnv(VecEnv):
 
     def reset(self) -> Any:
         """Restarts every slot with the seeds and options that were set; returns observations."""
-        seeds = None if all(seed is None for seed in self._seeds) else list(self._seeds)
-        observations, infos = self.venv.reset(seed=seeds, options=self._merged_options())  # type: ignore[arg-type]
+        seed, options = self._merged_seeds(), self._merged_options()
+        try:
+            observations, infos = self.venv.reset(seed=seed, options=options)  # type: ignore[arg-type]
+        except gym.error.Error as error:
+            if not isinstance(seed, list):
+                raise
+            raise ValueError(
+                f"{self.venv} does not take a seed for each slot ({error}), which episodes of a "
+                'group need; make it with gym.make_vec(..., vectorization_mode="sync").'
+            ) from error
         self.reset_infos = split_infos(infos, self.num_envs)
         self._reset_seeds()
         self._reset_options()
         return observations
+
+    def _merged_seeds(self) -> int | list[int | None] | None:
+        """One integer where the seeds count up from it: some vectors take nothing else."""
+        first = self._seeds[0]
+        if first is not None and self._seeds == list(range(first, first + self.num_envs)):
+            return first
+        return None if all(seed is None for seed in self._seeds) else list(self._seeds)
 
     def _merged_options(self) -> dict[str, Any] | None:
         """One dictionary for all slots: values that differ become arrays."""

@@ -6,11 +6,12 @@ import difflib
 import inspect
 import math
 import operator
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
+
+from textrl_env.permutation import Permutation
 
 Prompt = str | tuple[Mapping[str, str], ...]
 ScoreFn = Callable[[str, "Sample"], float]
@@ -289,18 +290,13 @@ class Split(Sequence[int]):
             raise ValueError(f"split must be 'train' or 'test', got {split!r}")
         if not 0 < test_fraction < 1:
             raise ValueError(f"test_fraction must be between 0 and 1, got {test_fraction!r}")
-        if operator.index(seed) < 0:
-            raise ValueError(f"seed must not be negative, got {seed!r}")
         if size < 2:
             raise ValueError(f"a split needs at least 2 items, got {size}")
         held_out = min(max(round(size * test_fraction), 1), size - 1)
-        self._size = size
         self._first, self._length = (
             (0, held_out) if split == "test" else (held_out, size - held_out)
         )
-        self._half_bits = ((size - 1).bit_length() + 1) // 2
-        draw = random.Random(operator.index(seed) << 64 | size)
-        self._keys = [draw.getrandbits(64) for _ in range(6)]
+        self._order = Permutation(size, seed)
 
     def __len__(self) -> int:
         return self._length
@@ -312,22 +308,7 @@ class Split(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._length))]
-        item = self._first + check_index(index, self._length)
-        # The network permutes the next power of four; walking its cycle until the item is in
-        # range again permutes the range itself.
-        while (item := self._permute(item)) >= self._size:
-            pass
-        return item
-
-    def _permute(self, item: int) -> int:
-        """A Feistel network: a permutation whatever the round function is."""
-        mask = (1 << self._half_bits) - 1
-        left, right = item >> self._half_bits, item & mask
-        for key in self._keys:
-            mixed = (right ^ key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-            mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
-            left, right = right, left ^ ((mixed >> 32) & mask)
-        return left << self._half_bits | right
+        return self._order[self._first + check_index(index, self._length)]
 
 
 def interleave(index: int, lengths: Sequence[int]) -> tuple[int, int]:

@@ -1,0 +1,250 @@
+"""The same agents on environments other than text, beside Stable-Baselines3."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import stable_baselines3
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+
+from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+
+
+class Recorder(BaseCallback):
+    """Keeps the names and some values of what a callback is shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.steps, self.names = [], [], set()
+
+    def _on_training_start(self):
+        self.calls.append("training_start")
+
+    def _on_rollout_start(self):
+        self.calls.append("rollout_start")
+
+    def _on_step(self):
+        self.calls.append("step")
+        self.names = set(self.locals)
+        keys = ("new_obs", "rewards", "dones", "actions", "clipped_actions")
+        self.steps.append({key: np.array(self.locals[key]) for key in keys})
+        self.steps[-1]["num_timesteps"] = self.num_timesteps
+        return True
+
+    def _on_rollout_end(self):
+        self.calls.append("rollout_end")
+
+    def _on_training_end(self):
+        self.calls.append("training_end")
+
+
+class Limits(gym.Env):
+    """Observes its step; terminates at step 5 from even seeds, is cut at step 3 from odd ones."""
+
+    observation_space = spaces.Box(-10, 10, (2,), np.float32)
+
+    def __init__(self, action_space=None):
+        self.action_space = action_space or spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.start = 0, int(self.np_random.integers(2))
+        return np.array([0, self.start], np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        observation = np.array([self.steps, self.start], np.float32)
+        self.taken = action
+        terminated = self.steps == 5
+        truncated = self.start == 1 and self.steps == 3
+        return observation, float(self.steps), terminated, truncated, {}
+
+
+@pytest.mark.parametrize("use_sde", [False, True])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_a_rollout_equals_stable_baselines3(env_id, use_sde):
+    """The same seed gives the same observations, actions, rewards, values and advantages."""
+    if use_sde and env_id == "CartPole-v1":
+        pytest.skip("state-dependent exploration is for continuous actions")
+    runs = []
+    for agent_class in (PPO, stable_baselines3.PPO):
+        env = make_vec_env(env_id, n_envs=3, seed=7)
+        agent = agent_class(
+            "MlpPolicy", env, n_steps=230, batch_size=230, n_epochs=1, seed=7, gamma=0.9,
+            gae_lambda=0.8, use_sde=use_sde, learning_rate=0.0,
+        )  # fmt: skip
+        recorder = Recorder()
+        agent.learn(690, callback=recorder)
+        runs.append((agent, recorder))
+    (ours, first), (theirs, second) = runs
+    assert first.calls == second.calls
+    for one, two in zip(first.steps, second.steps, strict=True):
+        for key, value in one.items():
+            np.testing.assert_array_equal(value, two[key], err_msg=key)
+    missing = second.names - first.names
+    assert missing <= {"__class__", "idx", "done", "terminal_obs", "terminal_value"}
+    batch, buffer = ours.rollout_buffer, theirs.rollout_buffer
+
+    def flat(array):
+        return torch.as_tensor(array).reshape(3, 230)  # theirs is flattened slot by slot
+
+    for name, other in (
+        ("values", buffer.values),
+        ("logprobs", buffer.log_probs),
+        ("advantages", buffer.advantages),
+        ("returns", buffer.returns),
+    ):
+        torch.testing.assert_close(getattr(batch, name), flat(other), atol=1e-4, rtol=1e-4)
+    assert [e["r"] for e in ours.ep_info_buffer] == [e["r"] for e in theirs.ep_info_buffer]
+
+
+def test_a_whole_training_equals_stable_baselines3():
+    """With the same mini-batches, the weights after several updates are the same."""
+
+    class SharedShuffling(np.random.Generator):
+        """Draws permutations as Stable-Baselines3's buffer does, from numpy's global state."""
+
+        def permutation(self, count):
+            return np.random.permutation(count)
+
+    runs = []
+    for agent_class in (PPO, stable_baselines3.PPO):
+        agent = agent_class(
+            "MlpPolicy", make_vec_env("CartPole-v1", n_envs=2, seed=3), n_steps=64, batch_size=32,
+            n_epochs=3, seed=3, ent_coef=0.01, clip_range=lambda progress: 0.2 * progress,
+            learning_rate=lambda progress: 1e-3 * progress, clip_range_vf=0.1,
+        )  # fmt: skip
+        if agent_class is PPO:
+            agent.shuffling = SharedShuffling(np.random.PCG64())
+        agent.learn(512)
+        runs.append(torch.cat([p.detach().flatten() for p in agent.policy.parameters()]))
+    torch.testing.assert_close(*runs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [*AutoresetMode, "vec"])
+def test_truncation_bootstraps_and_termination_does_not(mode):
+    """In every autoreset mode, and the logged rewards stay the environment's."""
+    if mode == "vec":
+        env = make_vec_env(Limits, n_envs=4, seed=1)
+    else:
+        env = gym.vector.SyncVectorEnv([Limits] * 4, autoreset_mode=mode)
+    agent = PPO("MlpPolicy", env, n_steps=12, batch_size=48, seed=1, gamma=0.5, gae_lambda=1.0)
+    _, callback = agent._setup_learn(1, None)
+    agent.collect_rollouts(callback)
+    agent.compute_advantages(agent.rollout_buffer)
+    batch, policy = agent.rollout_buffer, agent.policy
+    assert batch.truncated.any()
+    assert batch.terminated.any()
+    with torch.no_grad():
+        for i, t in torch.nonzero(batch.truncated | batch.terminated).tolist():
+            steps, start = batch.observations[i, t].tolist()
+            assert batch.rewards[i, t] == steps + 1
+            expected = batch.rewards[i, t].clone()
+            if batch.truncated[i, t]:
+                assert (steps + 1, start) == (3, 1)
+                final = torch.tensor([[steps + 1, start]])
+                expected += 0.5 * policy.predict_values(final)[0, 0]
+            torch.testing.assert_close(batch.returns[i, t], expected)
+    lengths = {info["l"] for info in agent.ep_info_buffer}
+    assert lengths <= {3, 5}
+
+
+def test_actions_are_clipped_for_the_environment_only():
+    space = spaces.Box(np.array([-0.01, 0.0]), np.array([0.0, 0.02]), dtype=np.float32)
+    env = make_vec_env(lambda: Limits(space), n_envs=1)
+    recorder = Recorder()
+    agent = PPO("MlpPolicy", env, n_steps=16, batch_size=16, n_epochs=1, seed=0)
+    agent.learn(16, callback=recorder)
+    for step in recorder.steps:
+        np.testing.assert_array_equal(
+            step["clipped_actions"], np.clip(step["actions"], space.low, space.high)
+        )
+    stored = agent.rollout_buffer.actions
+    assert (stored.abs() > 0.02).any()
+    logprobs = agent.evaluate(agent.rollout_buffer).logprobs
+    assert logprobs.shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    "agent_class", [GRPO, RLOO, ReinforcePlusPlusBaseline], ids=lambda c: c.__name__
+)
+@pytest.mark.parametrize("kind", ["vec", "vector"])
+def test_a_group_starts_from_one_seed(agent_class, kind):
+    if kind == "vec":
+        env = make_vec_env("CartPole-v1", n_envs=6)
+    else:
+        env = gym.make_vec("CartPole-v1", num_envs=6, vectorization_mode="sync")
+    agent = agent_class("MlpPolicy", env, group_size=3, seed=0)
+    agent.learn(1)
+    batch = agent.rollout_buffer
+    starts = batch.observations[:, 0]
+    assert torch.equal(starts[:3], starts[:1].expand(3, -1))
+    assert torch.equal(starts[3:], starts[3:4].expand(3, -1))
+    assert not torch.equal(starts[0], starts[3])
+    assert batch.mask.sum(1).min() > 5
+    agent.learn(1, reset_num_timesteps=False)
+    assert not torch.equal(agent.rollout_buffer.observations[0, 0], starts[0])
+
+
+@pytest.mark.parametrize(
+    "agent_class",
+    [PPO, GRPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline],
+    ids=lambda c: c.__name__,
+)
+def test_every_agent_improves_on_cartpole(agent_class):
+    kwargs = {"learning_rate": 3e-3, "seed": 0}
+    if agent_class is PPO:
+        kwargs |= {"n_steps": 64, "batch_size": 256, "n_epochs": 8, "gae_lambda": 0.8}
+    else:
+        kwargs |= {"batch_size": 1024, "n_epochs": 4}
+    agent = agent_class("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, seed=0), **kwargs)
+    agent.learn(16_000)
+    returns = [info["r"] for info in agent.ep_info_buffer]
+    assert np.mean(returns[-20:]) > 100
+
+
+def test_dict_observations_and_all_action_spaces():
+    class Any(gym.Env):
+        def __init__(self, observation_space, action_space):
+            self.observation_space, self.action_space = observation_space, action_space
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.observation_space.seed(int(self.np_random.integers(1000)))
+            return self.observation_space.sample(), {}
+
+        def step(self, action):
+            assert self.action_space.contains(action)
+            done = bool(self.np_random.random() < 0.2)
+            return self.observation_space.sample(), 1.0, done, False, {}
+
+    box = spaces.Box(-1, 1, (3,), np.float32)
+    both = spaces.Dict(a=box, b=spaces.Discrete(4))
+    for observation_space, policy in ((box, "MlpPolicy"), (both, "MultiInputPolicy")):
+        for action_space in (
+            spaces.Discrete(3),
+            spaces.MultiDiscrete([2, 3]),
+            spaces.MultiBinary(4),
+            spaces.Box(-2, 3, (2,), np.float32),
+        ):
+            for agent_class in (PPO, GRPO):
+                env = make_vec_env(lambda o=observation_space, a=action_space: Any(o, a), n_envs=4)
+                kwargs = {"n_steps": 8} if agent_class is PPO else {"group_size": 2}
+                agent = agent_class(policy, env, seed=0, **kwargs)
+                agent.learn(32)
+                assert all(p.isfinite().all() for p in agent.policy.parameters())
+                assert agent.rollout_buffer.actions.shape[2:] == action_space.shape
+
+
+def test_vectors_that_take_one_seed_only():
+    """Gymnasium's native ones: fine without groups, and a clear sentence with them."""
+    agent = PPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), n_steps=16, seed=5)
+    first = agent.learn(64).rollout_buffer.observations[:, 0]
+    again = PPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), n_steps=16, seed=5)
+    assert torch.equal(again.learn(64).rollout_buffer.observations[:, 0], first)
+    ReinforcePlusPlus("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), seed=5).learn(1)
+    with pytest.raises(ValueError, match='vectorization_mode="sync"'):
+        GRPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), group_size=2).learn(1)
