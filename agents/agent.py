@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from agents.collectors import (
     Collect,
     find_mdp,
     generate_completions,
+    gives_whole_completions,
     step_episodes,
     step_transitions,
 )
@@ -40,7 +42,7 @@ from agents.kl_control import KLController
 from agents.objectives import value_loss
 from agents.policies import Evaluation, LMPolicy
 from agents.progress import ProgressCallback
-from agents.sampling import PromptSampler
+from agents.sampling import PromptSampler, shuffling_seed
 from agents.trajectories import Trajectories
 from textrl_env.core import TokenMDP
 from textrl_env.kl import kl_estimate
@@ -177,16 +179,33 @@ class Agent(BaseAlgorithm):
         self.collector = collector
         self.run_seed = int(np.random.default_rng().integers(2**32)) if seed is None else seed
         self.rollout = 0
+        self.prompt_sampler = PromptSampler(1, self.run_seed)
         self.rollout_seconds = 0.0
         self.rollout_buffer: Trajectories | None = None
         # Where a checkpoint that is saved during a rollout or update takes up the run again.
         self.resume_point: dict[str, Any] | None = None
         self.mdp: TokenMDP | None = None
         self.engine: TorchEngine | None = None
+        self._check_options()
         if _init_setup_model:
             self._setup_model()
 
     # Set-up
+
+    def _check_options(self) -> None:
+        """Says what is wrong before anything is collected."""
+        for name in ("n_steps", "batch_size", "micro_batch_size", "n_epochs", "group_size"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        for name in ("max_grad_norm", "ent_coef", "vf_coef", "kl_loss_coef"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"{name} is {value}; it must be a number and not negative.")
+        one = torch.ones(1, 1)
+        aggregation_weights(one > 0, self.loss_aggregation, norm_length=1)
+        if self.kl_loss != "full":
+            kl_estimate(one, one, self.kl_loss)
 
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
@@ -198,7 +217,7 @@ class Agent(BaseAlgorithm):
     def _setup_model(self) -> None:
         self._setup_lr_schedule()
         self.set_random_seed(self.seed)
-        self.shuffling = np.random.default_rng((self.run_seed, 1))
+        self.shuffling = np.random.default_rng(shuffling_seed(self.run_seed))
         self.mdp = find_mdp(self.env) if self.env is not None else None
         policy_kwargs = dict(self.policy_kwargs)
         if issubclass(self.policy_class, LMPolicy):
@@ -248,6 +267,13 @@ class Agent(BaseAlgorithm):
                 f"kl_loss_coef is {self.kl_loss_coef}, but the environment scores no reference; "
                 "make it with reference=..., or leave the loss out."
             )
+        if self.kl_controller is not None and (
+            self.mdp is None or self.mdp.config.kl_mode == "none"
+        ):
+            raise ValueError(
+                "kl_controller sets the environment's kl_coef, but the environment charges no KL; "
+                "make it with kl_mode='reference', or leave the controller out."
+            )
         if self.group_size < 1 or self.n_envs % self.group_size:
             raise ValueError(
                 f"group_size is {self.group_size}, which does not divide the {self.n_envs} slots "
@@ -255,16 +281,19 @@ class Agent(BaseAlgorithm):
             )
         self._collect = self._choose_collector(text)
         num_starts = len(self.mdp.task) if self.mdp is not None else _RESET_SEEDS
+        position = self.prompt_sampler.position  # another environment goes on where this one was
         self.prompt_sampler = PromptSampler(num_starts, self.run_seed)
+        self.prompt_sampler.position = position
 
     def _choose_collector(self, text: bool) -> Collect:
-        native = text and self.env is not None and isinstance(self.env.unwrapped, GymVecEnv)
+        assert self.env is not None
+        native = text and gives_whole_completions(self.env)
         if self.collector not in ("auto", "generate", "step"):
             raise ValueError(f"collector is {self.collector!r}; use 'auto', 'generate' or 'step'.")
         if self.collector == "generate" and not native:
             raise ValueError(
-                "collector='generate' needs LMPolicy and gym.make_vec('TextRL-v0', ...); use "
-                "collector='step' with other environments."
+                "collector='generate' needs LMPolicy and gym.make_vec('TextRL-v0', ...) without "
+                "wrappers that change what it gives; use collector='step' with others."
             )
         if self.n_steps is not None:
             if text:
@@ -275,8 +304,14 @@ class Agent(BaseAlgorithm):
             return step_transitions
         if native and self.collector != "step":
             return generate_completions
-        if text and self.verbose:
-            print("Collecting step by step; gym.make_vec('TextRL-v0', ...) generates in batches.")
+        if text and self.collector == "auto":
+            warnings.warn(
+                f"{self.env} is not gym.make_vec('TextRL-v0', ...) itself, or a wrapper changes "
+                "what it gives, so completions are collected token by token, which is slower; pass "
+                "collector='step' to say that this is meant.",
+                UserWarning,
+                stacklevel=2,
+            )
         return step_episodes
 
     @property
@@ -344,7 +379,6 @@ class Agent(BaseAlgorithm):
                 self.train()
                 self.resume_point = None
         finally:
-            self.resume_point = None
             # Also after an exception: a progress bar must be closed, a file flushed.
             callback.on_training_end()
         return self
@@ -358,6 +392,9 @@ class Agent(BaseAlgorithm):
         self.rollout += 1
         if self.uses_critic and collected.values is None:
             self._add_values(collected)
+        elif isinstance(self.policy, LMPolicy):
+            # Nothing stands for what a truncated completion, which is not scored, would have got.
+            collected.valid &= ~collected.truncated.any(1)
         self.rollout_buffer = collected
         self._log_rollout(collected)
         callback.update_locals({"rollout_buffer": collected, "self": self, "callback": callback})
@@ -433,6 +470,8 @@ class Agent(BaseAlgorithm):
         actions = batch.actions.flatten(0, 1)
         if isinstance(self.action_space, spaces.Discrete):
             actions = actions.long()
+        elif isinstance(self.action_space, spaces.Box):
+            actions = actions.flatten(1)
         state_values, logprobs, entropy = self.policy.evaluate_actions(observations, actions)
         if entropy is None:  # no closed form
             entropy = -logprobs
@@ -471,6 +510,8 @@ class Agent(BaseAlgorithm):
                     batch.values.cpu().numpy()[mask], batch.returns.cpu().numpy()[mask]
                 ),
             )
+        if hasattr(self.policy, "log_std"):
+            self.logger.record("train/std", float(self.policy.log_std.exp().mean()))
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         self.logger.record("time/update_seconds", time.perf_counter() - start)
         self._control_kl(self.rollout_buffer)
@@ -561,11 +602,12 @@ class Agent(BaseAlgorithm):
     def _log_rollout(self, batch: Trajectories) -> None:
         tokens = int(batch.mask.sum())
         record = self.logger.record
-        task_returns = torch.where(batch.mask, batch.task_rewards, 0.0).sum(1)
-        if bool(batch.valid.any()):
-            record("rollout/reward", float(batch.episode_returns[batch.valid].mean()))
-            record("rollout/task_reward", float(task_returns[batch.valid].mean()))
-        record("rollout/length", tokens / len(batch))
+        if self.n_steps is None:  # a row is an episode
+            task_returns = torch.where(batch.mask, batch.task_rewards, 0.0).sum(1)
+            if bool(batch.valid.any()):
+                record("rollout/reward", float(batch.episode_returns[batch.valid].mean()))
+                record("rollout/task_reward", float(task_returns[batch.valid].mean()))
+            record("rollout/length", tokens / len(batch))
         # The mean of −log π over what was sampled estimates the entropy without bias.
         record("rollout/entropy", -float(batch.logprobs[batch.mask].mean()))
         record("time/rollout_seconds", self.rollout_seconds)
@@ -669,6 +711,24 @@ class Agent(BaseAlgorithm):
         """Writes a checkpoint of JSON, safetensors and plain tensors; see `agents.checkpoint`."""
         checkpoint.save(self, path)
 
+    def set_parameters(
+        self,
+        load_path_or_dict: Any,
+        exact_match: bool = True,
+        device: torch.device | str = "auto",
+    ) -> None:
+        """Sets weights and optimiser, see `BaseAlgorithm.set_parameters`.
+
+        Args:
+            load_path_or_dict: What `get_parameters` returned, or a checkpoint of this package.
+            exact_match: Whether the dictionary must hold everything.
+            device: There for Stable-Baselines3's call; the policy stays where it is.
+        """
+        if isinstance(load_path_or_dict, dict):
+            super().set_parameters(load_path_or_dict, exact_match, device)
+        else:
+            checkpoint.set_parameters(self, load_path_or_dict)
+
     @classmethod
     def load(  # type: ignore[override]
         cls: type[SelfAgent],
@@ -677,6 +737,7 @@ class Agent(BaseAlgorithm):
         device: torch.device | str = "auto",
         print_system_info: bool = False,
         force_reset: bool = True,
+        custom_objects: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> SelfAgent:
         """Returns the agent of a checkpoint; loading never runs code from the file.
@@ -687,6 +748,8 @@ class Agent(BaseAlgorithm):
             device: Device of the policy.
             print_system_info: There for Stable-Baselines3's call.
             force_reset: Resets the environment at the next `learn`.
+            custom_objects: Stable-Baselines3's name for the same as `kwargs`.
             **kwargs: Constructor arguments that replace the saved ones.
         """
-        return checkpoint.load(cls, path, env, device, force_reset, **kwargs)
+        replaced = (custom_objects or {}) | kwargs
+        return checkpoint.load(cls, path, env, device, force_reset, **replaced)

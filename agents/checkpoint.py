@@ -12,12 +12,14 @@ import inspect
 import io
 import json
 import os
+import pickle
 import zipfile
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import safetensors
 import safetensors.torch
 import torch
 from gymnasium import spaces
@@ -58,8 +60,7 @@ def counters(agent: Agent) -> dict[str, Any]:
     state["torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if agent.env is not None:
-        state["prompt_position"] = agent.prompt_sampler.position
+    state["prompt_position"] = agent.prompt_sampler.position
     if agent.kl_controller is not None:
         state["kl_controller"] = agent.kl_controller.state_dict()
     if agent.ep_info_buffer is not None and agent.ep_success_buffer is not None:
@@ -117,7 +118,8 @@ def load(
         ValueError: The file is no checkpoint of this class, or does not fit the environment.
     """
     description, weights, state = _read(path)
-    saved = getattr(agents, description["class"], None)
+    named = description["class"]
+    saved = cls if named == cls.__name__ else getattr(agents, named, None)
     if saved is None or not issubclass(saved, cls):
         raise ValueError(
             f"{path} is a checkpoint of {description['class']}, not of {cls.__name__}; load it "
@@ -150,6 +152,18 @@ def load(
     return agent
 
 
+def set_parameters(agent: Agent, path: str | os.PathLike[str] | io.IOBase) -> None:
+    """Takes weights and optimiser from a checkpoint, and nothing else.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is no checkpoint, or does not fit the policy.
+    """
+    _, weights, state = _read(path)
+    _restore_weights(agent.policy, weights, path)
+    agent.policy.optimizer.load_state_dict(state["optimizer"])
+
+
 def _restore_counters(agent: Agent, state: dict[str, Any]) -> None:
     for name in _COUNTERS:
         setattr(agent, name, state[name])
@@ -157,8 +171,7 @@ def _restore_counters(agent: Agent, state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all(state["cuda"])
-    if agent.env is not None and "prompt_position" in state:
-        agent.prompt_sampler.position = state["prompt_position"]
+    agent.prompt_sampler.position = state["prompt_position"]
     if agent.kl_controller is not None and "kl_controller" in state:
         agent.kl_controller.load_state_dict(state["kl_controller"])
         if agent.mdp is not None:
@@ -197,7 +210,11 @@ def _encode(value: Any, name: str) -> Any:
         return [_encode(item, name) for item in value]
     if isinstance(value, dict):
         return {"dict": {key: _encode(item, name) for key, item in value.items()}}
-    if isinstance(value, type) and value.__module__.split(".")[0] in _TRUSTED_PACKAGES:
+    if (
+        isinstance(value, type)
+        and issubclass(value, (torch.nn.Module, torch.optim.Optimizer))
+        and value.__module__.split(".")[0] in _TRUSTED_PACKAGES
+    ):
         return {"type": f"{value.__module__}:{value.__qualname__}"}
     if isinstance(value, kl_control.KLController):
         return {"kl_controller": type(value).__name__, "state": value.state_dict()}
@@ -237,9 +254,17 @@ def _find_class(path: str) -> type:
         )
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type):
-        raise ValueError(f"The checkpoint names {path} as a class, but it is none.")
+        found = getattr(found, part, None)
+    # A module holds what it imports too, and a class of another package may run anything.
+    if not (
+        isinstance(found, type)
+        and found.__module__ == module
+        and issubclass(found, (torch.nn.Module, torch.optim.Optimizer))
+    ):
+        raise ValueError(
+            f"The checkpoint names {path}, which is no network or optimiser class of that module; "
+            "it was not written by this package."
+        )
     return found
 
 
@@ -336,14 +361,20 @@ def _read(path: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str,
             description = json.loads(file.read("agent.json"))
             weights = safetensors.torch.load(file.read("policy.safetensors"))
             state = torch.load(io.BytesIO(file.read("state.pt")), "cpu", weights_only=True)
-    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
+    except (
+        zipfile.BadZipFile,
+        KeyError,
+        ValueError,
+        pickle.UnpicklingError,
+        safetensors.SafetensorError,
+    ) as error:
         raise ValueError(
             f"{path} is not a checkpoint of this package ({error}); files of Stable-Baselines3 "
             "are loaded with its own classes."
         ) from error
-    if description["format"] != _FORMAT:
+    if description.get("format") != _FORMAT:
         raise ValueError(
-            f"{path} has format {description['format']}, and this version reads {_FORMAT}; load "
-            "it with the version of textrl-env that wrote it."
+            f"{path} has format {description.get('format')}, and this version reads {_FORMAT}; "
+            "load it with the version of textrl-env that wrote it."
         )
     return description, weights, state

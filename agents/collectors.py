@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import obs_as_tensor
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, VecMonitor
 
 from agents.policies import LMPolicy
 from agents.sampling import sample_tokens, sampling_uniforms
 from agents.trajectories import Observations, Trajectories
 from textrl_env.core import ScoredCompletions, TokenMDP
 from textrl_env.logprobs import pad_left, pad_right
+from textrl_env.sb3 import GymVecEnv
+from textrl_env.vector_env import TextRLVectorEnv
 
 if TYPE_CHECKING:
     from agents.agent import Agent
@@ -54,7 +57,7 @@ def generate_completions(agent: Agent, callback: BaseCallback) -> Trajectories |
     )
     tokens, mask = pad_right(completions.tokens)
     logprobs, _ = pad_right(completions.logprobs, dtype=np.float64)
-    rewards = _shaped_rewards(agent, scored.field("rewards"), logprobs)
+    rewards = _shaped_rewards(agent, scored.field("rewards"), logprobs, mdp.kl_coef)
     agent.rollout_seconds = time.perf_counter() - start
     if not _replay(agent, callback, scored, prompt_indices, tokens, logprobs, rewards):
         return None
@@ -77,13 +80,20 @@ def generate_completions(agent: Agent, callback: BaseCallback) -> Trajectories |
 
 
 def _shaped_rewards(
-    agent: Agent, rewards: NDArray[np.float64], logprobs: NDArray[np.float64]
+    agent: Agent,
+    rewards: NDArray[np.float64],
+    logprobs: NDArray[np.float64],
+    kl_coef: float | NDArray[np.float64],
 ) -> NDArray[np.float32]:
     """The environment's rewards, less β·log π_old where the mode leaves that to the agent."""
     if agent.subtracts_kl:
-        assert agent.mdp is not None
-        rewards = rewards - agent.mdp.kl_coef * logprobs
+        rewards = rewards - kl_coef * logprobs
     return rewards.astype(np.float32)
+
+
+def _charged(infos: list[dict[str, Any]]) -> NDArray[np.float64]:
+    """β as each environment charged it in this step, (n,)."""
+    return np.array([info.get("kl_coef", 0.0) for info in infos])
 
 
 def _replay(
@@ -223,7 +233,7 @@ def _text_trajectories(
         truncated=tensor(truncated),
         groups=tensor(np.arange(len(tokens)) // agent.group_size),
         valid=tensor(~masked),
-        ref_logprobs=tensor(ref_logprobs) if agent.mdp.reference is not None else None,
+        ref_logprobs=tensor(ref_logprobs) if agent.mdp.config.reference_name else None,
     )
 
 
@@ -261,6 +271,12 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
     while active.any():
         _reset_noise(agent, len(steps))
         actions, log_probs, values = _act(agent, obs, uniforms, len(steps))
+        if text:
+            assert agent.mdp is not None
+            # Slots that wait go on in an episode of no account, by an action allowed everywhere.
+            actions = np.where(active, actions, np.argmax(agent.mdp.token_mask(0)))
+            if agent.mdp.config.kl_mode == "policy":
+                _report_logprobs(env, log_probs.double().cpu().numpy())
         clipped_actions = _clip(agent, actions)
         new_obs, rewards, dones, infos = env.step(clipped_actions)
         for i in np.flatnonzero(~active | dones).tolist():
@@ -268,7 +284,9 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
                 infos[i], rewards[i], dones[i] = {}, 0.0, False
             _set(new_obs, i, infos[i].get("terminal_observation", _get(obs, i)))
         log_probs_array = log_probs.double().cpu().numpy() * active
-        shaped = _shaped_rewards(agent, rewards.astype(np.float64), log_probs_array)
+        shaped = _shaped_rewards(
+            agent, rewards.astype(np.float64), log_probs_array, _charged(infos)
+        )
         keep_going = _on_step(
             agent,
             callback,
@@ -306,6 +324,15 @@ def _act(
         log_dist = agent.policy.log_distribution(obs_tensor, num_tokens=t)
         tokens = sample_tokens(log_dist, uniforms[:, min(t, uniforms.shape[1] - 1)])
         return tokens.cpu().numpy(), log_dist.gather(1, tokens[:, None])[:, 0], None
+
+
+def _report_logprobs(env: VecEnv, logprobs: NDArray[np.float64]) -> None:
+    """Reports log π of the next actions, as ``kl_mode="policy"`` asks."""
+    if gives_whole_completions(env):
+        env.env_method("report_logprobs", logprobs)
+    else:
+        for i, logprob in enumerate(logprobs.tolist()):
+            env.env_method("report_logprobs", logprob, indices=[i])
 
 
 def _reset_noise(agent: Agent, n_steps: int) -> None:
@@ -403,7 +430,9 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         actions, log_probs, values = _act(agent, obs, None, n_steps)
         clipped_actions = _clip(agent, actions)
         new_obs, rewards, dones, infos = env.step(clipped_actions)
-        shaped = _shaped_rewards(agent, rewards.astype(np.float64), log_probs.cpu().numpy())
+        shaped = _shaped_rewards(
+            agent, rewards.astype(np.float64), log_probs.cpu().numpy(), _charged(infos)
+        )
         keep_going = _on_step(
             agent,
             callback,
@@ -486,10 +515,31 @@ def _set(observations: Any, i: int, value: Any) -> None:
         observations[i] = value
 
 
+def gives_whole_completions(env: VecEnv) -> bool:
+    """Whether completions may be scored whole: a native vector that no wrapper transforms."""
+    while isinstance(env, VecMonitor):
+        env = env.venv
+    if not isinstance(env, GymVecEnv):
+        return False
+    venv = env.venv
+    while isinstance(venv, RecordEpisodeStatistics):
+        venv = venv.env
+    return isinstance(venv, TextRLVectorEnv)
+
+
 def find_mdp(env: VecEnv) -> TokenMDP | None:
     """Returns the token process inside a vector environment, or None where it is not text."""
+    observations = env.observation_space
+    if not (isinstance(observations, spaces.Dict) and set(observations.spaces) == set(_TEXT_KEYS)):
+        return None  # asking an environment in another process for what it lacks would end it
     try:
         mdp = env.get_attr("mdp")[0]
     except AttributeError:
         return None
+    except (EOFError, BrokenPipeError) as error:
+        raise ValueError(
+            "The environments in other processes could not hand over their options, most likely "
+            "because a reward or task cannot be pickled; define it at the top of a module, or use "
+            "gym.make_vec('TextRL-v0', ...), which needs no processes."
+        ) from error
     return mdp if isinstance(mdp, TokenMDP) else None

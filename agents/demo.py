@@ -13,6 +13,7 @@ from typing import Any, Literal
 import gymnasium as gym
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from stable_baselines3.common.logger import configure
 
@@ -145,12 +146,12 @@ def _samples(before: TaskEvaluation, after: TaskEvaluation, count: int) -> Table
     # Spread over the prompts, which are sorted.
     step = max(1, len(before.endings) // max(count, 1))
     for old, new in list(zip(before.endings, after.endings, strict=True))[::step][:count]:
-        table.add_row(new.prompt, _coloured(old), _coloured(new), str(new.answer))
+        table.add_row(escape(new.prompt), _coloured(old), _coloured(new), escape(str(new.answer)))
     return table
 
 
 def _coloured(ending: Any) -> str:
-    return f"[{'green' if ending.correct else 'red'}]{ending.text!r}[/]"
+    return f"[{'green' if ending.correct else 'red'}]{escape(repr(ending.text))}[/]"
 
 
 def plot_curves(progress: Path, image: Path) -> None:

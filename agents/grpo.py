@@ -114,6 +114,8 @@ class GRPO(Agent):
         self.clip_range = clip_range
         self.clip_range_high = clip_range_high
         self.clip_range_lower = clip_range_lower
+        zeros = torch.zeros(1)  # raises where scale_rewards is none of those there are
+        group_advantages(zeros, zeros.long(), scale=scale_rewards)
         super().__init__(
             policy,
             env,

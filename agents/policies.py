@@ -47,9 +47,9 @@ class LMPolicy(ActorCriticPolicy):
         model: ``"tiny"``, a local directory or a hub id.
         temperature: Divides the logits; as the environment's `temperature`.
         allowed_tokens: As the environment's `allowed_tokens`.
-        dtype: Data type of the weights; ``"auto"`` follows the device.
+        dtype: Data type of the weights; ``"auto"`` is float32, which small updates need.
         optimizer_class: Optimiser over all parameters.
-        optimizer_kwargs: Its arguments besides the learning rate.
+        optimizer_kwargs: Its arguments besides the learning rate; no weight decay by default.
         use_sde: Must be False; there for Stable-Baselines3's call.
 
     Raises:
@@ -74,7 +74,7 @@ class LMPolicy(ActorCriticPolicy):
             observation_space,
             action_space,
             optimizer_class=optimizer_class,
-            optimizer_kwargs=optimizer_kwargs or {"weight_decay": 0.0},
+            optimizer_kwargs={"weight_decay": 0.0} | (optimizer_kwargs or {}),
             squash_output=False,
         )
         _check_spaces(observation_space, action_space)

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.utils import safe_mean
 
 if TYPE_CHECKING:
     from agents.agent import Agent
 
-# What is shown, and the logged values that it is read from, in order of preference.
+# What is shown, and the logged value that it is read from.
 _SHOWN = {
-    "reward": ("rollout/task_reward", "rollout/ep_rew_mean"),
-    "KL": ("rollout/kl",),
-    "entropy": ("train/entropy", "rollout/entropy"),
-    "length": ("rollout/length",),
+    "reward": "rollout/task_reward",
+    "KL": "rollout/kl",
+    "entropy": "rollout/entropy",
+    "length": "rollout/length",
 }
 
 
@@ -45,12 +46,13 @@ class ProgressCallback(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
-        logged = self.logger.name_to_value
-        parts = []
-        for label, names in _SHOWN.items():
-            value = next((logged[name] for name in names if name in logged), None)
-            if value is not None:
-                parts.append(f"{label} {value:.2g}")
+        values = self.logger.name_to_value
+        logged = {label: values[name] for label, name in _SHOWN.items() if name in values}
+        episodes = self.model.ep_info_buffer
+        if "reward" not in logged and episodes:  # a rollout is no episode
+            logged |= {"reward": safe_mean([e["r"] for e in episodes])}
+            logged |= {"length": safe_mean([e["l"] for e in episodes])}
+        parts = [f"{label} {value:.2g}" for label, value in logged.items()]
         parts.append(f"{self.model.steps_per_second():.0f}/s")
         self._progress.update(self._task, values="  ".join(parts))
 

@@ -13,6 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from textrl_env.permutation import Permutation
 
+# Streams of one run's seed that must not meet.
+_SAMPLING, _SHUFFLING = 0, 1
+
+
+def shuffling_seed(seed: int) -> np.random.SeedSequence:
+    """Returns the seed of a run's mini-batches, apart from those of its sampling."""
+    return np.random.SeedSequence(seed, spawn_key=(_SHUFFLING,))
+
 
 def sampling_uniforms(
     seed: int, rollout: int, prompt_indices: ArrayLike, num_tokens: int
@@ -35,7 +43,9 @@ def sampling_uniforms(
     uniforms = np.empty((len(indices), num_tokens))
     for prompt in np.unique(indices).tolist():
         rows = np.flatnonzero(indices == prompt)
-        generator = np.random.default_rng((seed, rollout, prompt))
+        generator = np.random.default_rng(
+            np.random.SeedSequence(seed, spawn_key=(_SAMPLING, rollout, prompt))
+        )
         uniforms[rows] = generator.random((len(rows), num_tokens))
     return uniforms
 

@@ -81,9 +81,9 @@ class Trajectories:
         return replace(self, **chosen)
 
     def as_transitions(self) -> Trajectories:
-        """Returns the same steps as rows of length 1, (B·T, 1), for environments other than text.
+        """Returns the steps in the mask as rows of length 1, for environments other than text.
 
-        Rows then are single transitions, and a mini-batch draws from all of them.
+        Rows then are single transitions, (n, 1), and a mini-batch draws from all of them.
         """
         changed: dict[str, Any] = {}
         for field in fields(self):
@@ -96,7 +96,10 @@ class Trajectories:
                 changed[field.name] = {key: _flatten(tensor) for key, tensor in value.items()}
             else:
                 changed[field.name] = _flatten(value)
-        return replace(self, **changed)
+        flat = replace(self, **changed)
+        if bool(self.mask.all()):
+            return flat
+        return flat.select(torch.nonzero(flat.mask[:, 0])[:, 0])
 
 
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:

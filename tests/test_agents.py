@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import stable_baselines3
 import torch
+from gymnasium.wrappers.vector import TransformReward
 from stable_baselines3.common.callbacks import (
     BaseCallback,
     EvalCallback,
@@ -14,6 +15,7 @@ from stable_baselines3.common.callbacks import (
     StopTrainingOnMaxEpisodes,
 )
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import DummyVecEnv
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agents import (
@@ -24,7 +26,7 @@ from agents import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from agents.kl_control import AdaptiveKL
+from agents.kl_control import AdaptiveKL, FixedKL
 from agents.presets import PRESETS
 from textrl_env.sb3 import GymVecEnv
 from textrl_env.tasks import FunctionTask
@@ -253,7 +255,11 @@ def test_full_kl_loss_pulls_to_the_reference(tiny_llama):
     distances = {}
     for kl_loss_coef in (0.0, 10.0):
         agent = make_agent(
-            GRPO, make_env(tiny_llama, kl_mode="none", reference=tiny_llama),
+            GRPO,
+            make_env(
+                tiny_llama, kl_mode="none", reference=tiny_llama,
+                reward=lambda text, sample: len(set(text)),
+            ),
             kl_loss="full", kl_loss_coef=kl_loss_coef, learning_rate=1e-2,
         )  # fmt: skip
         agent.learn(400)
@@ -291,7 +297,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_no_update(tiny_llama):
     assert all(map(torch.equal, before, agent.policy.parameters()))
 
 
-def test_two_runs_agree_and_global_generators_are_untouched(tiny_llama):
+def test_two_runs_agree_whatever_was_drawn_before(tiny_llama):
     results = []
     for noise in (1, 2):
         torch.manual_seed(noise)
@@ -318,8 +324,14 @@ def test_contradictions_are_said(tiny_llama):
         make_agent(PPO, make_env(tiny_llama), n_steps=16)
     with pytest.raises(ValueError, match="not TextRL-v0"):
         GRPO("LMPolicy", "CartPole-v1", group_size=1)
-    with pytest.raises(ValueError, match="aggregation"):
-        make_agent(GRPO, make_env(tiny_llama), loss_aggregation="mean").learn(1)
+    with pytest.raises(ValueError, match="charges no KL"):
+        make_agent(GRPO, make_env(tiny_llama, kl_mode="none"), kl_controller=FixedKL(0.1))
+    for name, value in (
+        ("loss_aggregation", "mean"), ("kl_loss", "k9"), ("scale_rewards", "grp"),
+        ("n_epochs", 0), ("batch_size", 0), ("micro_batch_size", -1), ("ent_coef", float("nan")),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=str(value)):
+            make_agent(GRPO, make_env(tiny_llama), **{name: value})
     with pytest.raises(ValueError, match="LMPolicy"):
         PPO("MlpPolicy", "CartPole-v1").generate(["a"])
     with pytest.raises(ValueError, match="empty"):
@@ -544,3 +556,55 @@ def test_presets_are_arguments_of_grpo(tiny_llama, name):
     agent.learn(1)
     assert agent.epsilon == preset.group_eps
     assert agent.clip_range_lower == preset.clip_range_lower
+
+
+def test_without_a_critic_truncated_completions_leave_the_loss(tiny_llama):
+    """They are not scored, and nothing stands for what they would have got."""
+    options = {
+        "on_limit": "truncate", "max_new_tokens": 3, "kl_mode": "none",
+        "reward": lambda text, sample: -1.0, "allowed_tokens": range(90, 94),
+    }  # fmt: skip
+    for agent_class in (GRPO, RLOO):
+        batch = collected(agent_class, tiny_llama, options).rollout_buffer
+        cut = batch.truncated.any(1)
+        assert cut.any()
+        assert torch.equal(batch.valid, ~cut)
+    assert collected(PPO, tiny_llama, options).rollout_buffer.valid.all()
+
+
+def test_wrappers_are_not_bypassed(tiny_llama):
+    wrapped = TransformReward(make_env(tiny_llama, kl_mode="none", task="sort"), lambda r: 10 * r)
+    plain = collected(RLOO, tiny_llama, {"kl_mode": "none", "task": "sort"})
+    with pytest.warns(UserWarning, match="a wrapper changes"):
+        agent = make_agent(RLOO, wrapped)
+    _, callback = agent._setup_learn(1, None)
+    agent.collect_rollouts(callback)
+    torch.testing.assert_close(
+        agent.rollout_buffer.rewards, 10 * plain.rollout_buffer.rewards, atol=1e-5, rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="without wrappers"):
+        make_agent(RLOO, wrapped, collector="generate")
+
+
+def test_kl_coef_of_other_environments_is_read_at_every_step(tiny_llama):
+    """A callback may change it there; the agent subtracts with the value that was charged."""
+
+    class Change(BaseCallback):
+        def _on_rollout_start(self):
+            self.training_env.env_method("set_kl_coef", 0.5)
+
+        def _on_step(self):
+            for info, reward, logprob in zip(
+                self.locals["infos"], self.locals["rewards"], self.locals["log_probs"], strict=True
+            ):
+                if info:
+                    assert info["kl_coef"] == 0.5
+                    shaped = info["task_reward"] + 0.5 * (info["ref_logprob"] - float(logprob))
+                    assert float(reward) == pytest.approx(shaped, abs=1e-4)
+            return True
+
+    env = DummyVecEnv(
+        [lambda: gym.make("textrl_env:TextRL-v0", task="copy", model=tiny_llama, kl_coef=0.1)] * 4
+    )
+    agent = make_agent(GRPO, env, collector="step", group_size=2)
+    assert agent.learn(1, callback=Change()).num_timesteps > 0

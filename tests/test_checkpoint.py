@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickle
 import zipfile
 
 import gymnasium as gym
@@ -187,13 +186,20 @@ def test_nothing_in_the_file_is_run(tiny_llama, tmp_path):
 
     bomb = io.BytesIO()
     torch.save(Bomb(), bomb)
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(ValueError, match="not a checkpoint"):
         GRPO.load(write("bomb.zip", **{"state.pt": bomb.getvalue()}))
     assert not (tmp_path / "exploded").exists()
     description = json.loads(content["agent.json"])
     description["arguments"]["policy_kwargs"] = {"dict": {"model": {"type": "os:system"}}}
     with pytest.raises(ValueError, match="os:system"):
         GRPO.load(write("module.zip", **{"agent.json": json.dumps(description)}))
+    # A module holds what it imports too: this one would start a shell.
+    popen = {"type": "torch.utils.cpp_extension:subprocess.Popen"}
+    description["arguments"]["policy_kwargs"] = {"dict": {"features_extractor_class": popen}}
+    with pytest.raises(ValueError, match="no network or optimiser class"):
+        GRPO.load(write("popen.zip", **{"agent.json": json.dumps(description)}))
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        agent.set_parameters(write("pickle.zip", **{"state.pt": bomb.getvalue()}))
     description["format"] = 99
     with pytest.raises(ValueError, match="format 99"):
         GRPO.load(write("new.zip", **{"agent.json": json.dumps(description)}))
@@ -238,3 +244,50 @@ def test_a_failed_save_keeps_the_old_file(tiny_llama, tmp_path, monkeypatch):
         agent.save(tmp_path / "agent.zip")
     assert (tmp_path / "agent.zip").read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == ["agent.zip"]
+
+
+class Own(GRPO):
+    """An agent of a user's."""
+
+
+def test_a_subclass_is_loaded_by_its_own_class(tiny_llama, tmp_path):
+    agent = make_agent(Own, tiny_llama)
+    agent.save(tmp_path / "own")
+    assert type(Own.load(tmp_path / "own")) is Own
+    with pytest.raises(ValueError, match=r"Own\.load"):
+        GRPO.load(tmp_path / "own")
+
+
+def test_set_parameters_and_set_env_keep_the_place(tiny_llama, tmp_path):
+    agent = make_agent(GRPO, tiny_llama)
+    agent.learn(40)
+    agent.save(tmp_path / "agent")
+    position = agent.prompt_sampler.position
+    assert position > 0
+    loaded = GRPO.load(tmp_path / "agent")
+    loaded.save(tmp_path / "again")
+    again = GRPO.load(tmp_path / "again")
+    again.set_env(make_env(tiny_llama))
+    assert again.prompt_sampler.position == position
+    other = make_agent(GRPO, tiny_llama)
+    other.set_parameters(tmp_path / "agent")
+    assert torch.equal(weights(other), weights(agent))
+    other.set_parameters(make_agent(GRPO, tiny_llama).get_parameters())
+    assert not torch.equal(weights(other), weights(agent))
+    custom = GRPO.load(tmp_path / "agent", custom_objects={"clip_range": 0.1})
+    assert custom.clip_range == 0.1
+
+
+def test_a_run_that_was_stopped_in_a_rollout_repeats_it(tiny_llama, tmp_path):
+    class Stop(BaseCallback):
+        def _on_step(self):
+            return self.num_timesteps < 30
+
+    whole = make_agent(GRPO, tiny_llama)
+    whole.learn(60)
+    stopped = make_agent(GRPO, tiny_llama)
+    stopped.learn(60, callback=Stop())
+    stopped.save(tmp_path / "stopped")
+    resumed = GRPO.load(tmp_path / "stopped", env=make_env(tiny_llama))
+    resumed.learn(60 - resumed.num_timesteps, reset_num_timesteps=False)
+    assert torch.equal(weights(resumed), weights(whole))

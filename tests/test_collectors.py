@@ -111,11 +111,12 @@ def collect(model, collector, agent_class, options, seed, vectorization="native"
 OPTIONS = st.fixed_dictionaries(
     {
         "task": st.sampled_from(["addition", "copy", "sort", "sentiment"]),
-        "kl_mode": st.sampled_from(["reference", "none"]),
-        "max_new_tokens": st.integers(1, 6),
+        "kl_mode": st.sampled_from(["reference", "policy", "none"]),
+        "max_new_tokens": st.integers(2, 6),
         "on_limit": st.sampled_from(["terminate", "truncate"]),
         "temperature": st.sampled_from([1.0, 0.7]),
         "autoreset_mode": st.sampled_from(list(AutoresetMode)),
+        "min_new_tokens": st.integers(0, 1),
         "stop": st.sampled_from([None, ["1", "a"]]),
         "allowed_tokens": st.sampled_from([None, range(40, 110)]),
         "reward": st.sampled_from([None, Reward(per_character, per="token")]),
@@ -147,9 +148,12 @@ def test_generate_and_step_agree(tiny_llama, options, agent_class, seed):
 def test_a_vector_of_single_environments_agrees(tiny_llama):
     options = {"task": "addition", "max_new_tokens": 4}
     native, _ = collect(tiny_llama, "generate", GRPO, options, 3)
-    wrapped, recorder = collect(tiny_llama, "auto", GRPO, options, 3, vectorization="dummy")
+    wrapped, _ = collect(tiny_llama, "step", GRPO, options, 3, vectorization="dummy")
     assert_equal_trajectories(native.rollout_buffer, wrapped.rollout_buffer)
-    assert "episode" in recorder.steps[-1]["infos"][-1] or recorder.steps
+    policy = {**options, "kl_mode": "policy"}
+    native, _ = collect(tiny_llama, "generate", GRPO, policy, 3)
+    wrapped, _ = collect(tiny_llama, "step", GRPO, policy, 3, vectorization="dummy")
+    assert_equal_trajectories(native.rollout_buffer, wrapped.rollout_buffer)
 
 
 def test_the_agent_subtracts_its_own_logprob_once(tiny_llama):

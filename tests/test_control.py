@@ -9,6 +9,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 
@@ -239,12 +241,66 @@ def test_dict_observations_and_all_action_spaces():
                 assert agent.rollout_buffer.actions.shape[2:] == action_space.shape
 
 
-def test_vectors_that_take_one_seed_only():
-    """Gymnasium's native ones: fine without groups, and a clear sentence with them."""
-    agent = PPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), n_steps=16, seed=5)
-    first = agent.learn(64).rollout_buffer.observations[:, 0]
-    again = PPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), n_steps=16, seed=5)
-    assert torch.equal(again.learn(64).rollout_buffer.observations[:, 0], first)
-    ReinforcePlusPlus("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), seed=5).learn(1)
-    with pytest.raises(ValueError, match='vectorization_mode="sync"'):
-        GRPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), group_size=2).learn(1)
+def test_vectors_that_restart_late_or_share_their_arrays():
+    """Gymnasium's native CartPole restarts one step late, and is refused; copies are made."""
+    with pytest.raises(ValueError, match="vectorization_mode='sync'"):
+        PPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4))
+    shared = gym.make_vec(
+        "CartPole-v1", 2, vectorization_mode="sync", vector_kwargs={"copy": False}
+    )
+    agent = PPO("MlpPolicy", shared, n_steps=32, seed=0).learn(64)
+    observations = agent.rollout_buffer.observations
+    assert len(torch.unique(observations[0], dim=0)) == 32
+
+
+def test_environments_in_other_processes():
+    for env in (
+        make_vec_env("CartPole-v1", n_envs=2, seed=0, vec_env_cls=SubprocVecEnv),
+        gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"),
+    ):
+        agent = PPO("MlpPolicy", env, n_steps=16, seed=0).learn(32)
+        assert agent.rollout_buffer.mask.shape == (2, 16)
+        agent.env.close()
+
+
+def test_padding_is_in_no_mini_batch():
+    agent = GRPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4), group_size=2, seed=0)
+    _, callback = agent._setup_learn(1, None)
+    agent.collect_rollouts(callback)
+    agent.compute_advantages(agent.rollout_buffer)
+    batch = agent.rollout_buffer
+    assert not batch.mask.all()
+    flat = batch.as_transitions()
+    assert flat.mask.all()
+    assert len(flat) == int(batch.mask.sum()) == agent.num_timesteps
+    assert torch.equal(flat.advantages[:, 0], batch.advantages.expand_as(batch.mask)[batch.mask])
+
+
+def test_gradients_are_clipped_and_logged():
+    seen = []
+    for max_grad_norm in (1e9, 1e-3):
+        agent = PPO(
+            "MlpPolicy", "CartPole-v1", n_steps=64, batch_size=64, n_epochs=1, seed=0,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        agent.policy.optimizer = torch.optim.SGD(agent.policy.parameters(), lr=1.0)
+        before = torch.cat([p.detach().flatten() for p in agent.policy.parameters()])
+        agent.learning_rate = 1.0
+        agent._setup_lr_schedule()
+        agent.learn(64)
+        after = torch.cat([p.detach().flatten() for p in agent.policy.parameters()])
+        seen.append(float((after - before).norm()))
+    assert seen[0] > 0.01
+    assert seen[1] == pytest.approx(1e-3, rel=0.01)
+
+
+def test_logs_on_control_are_of_episodes(tmp_path):
+    agent = PPO("MlpPolicy", "Pendulum-v1", n_steps=512, seed=0)
+    agent.set_logger(configure(str(tmp_path), ["csv"]))
+    agent.learn(1024)
+    header, *rows = (tmp_path / "progress.csv").read_text().splitlines()
+    names = header.split(",")
+    assert "rollout/task_reward" not in names
+    assert {"rollout/ep_rew_mean", "train/std", "train/explained_variance"} <= set(names)
+    logged = dict(zip(names, rows[-1].split(","), strict=True))
+    assert float(logged["rollout/ep_len_mean"]) == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
@@ -21,6 +22,11 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env import VecEnv, unwrap_vec_normalize
 
+from textrl_env.vector_env import TextRLVectorEnv
+
+# In NEXT_STEP too, these restart chosen slots; Gymnasium's native ones restart all of them.
+_RESET_BY_MASK = (SyncVectorEnv, AsyncVectorEnv, TextRLVectorEnv)
+
 
 class GymVecEnv(VecEnv):
     """A Gymnasium `VectorEnv` as a Stable-Baselines3 `VecEnv`.
@@ -33,8 +39,12 @@ class GymVecEnv(VecEnv):
     and Gymnasium's own vector environments do not.
 
     Args:
-        venv: Vector environment in mode ``SAME_STEP``, or one whose ``reset`` takes
-            ``reset_mask``, as Gymnasium's and ours do.
+        venv: Vector environment in mode ``SAME_STEP``, or one whose ``reset`` heeds
+            ``reset_mask``: ours, Gymnasium's `SyncVectorEnv` and `AsyncVectorEnv`, or any in mode
+            ``DISABLED``.
+
+    Raises:
+        ValueError: Episodes cannot be restarted within the step.
 
     Examples:
         >>> import gymnasium as gym
@@ -45,7 +55,16 @@ class GymVecEnv(VecEnv):
     """
 
     def __init__(self, venv: VectorEnv[Any, Any, Any]) -> None:
+        mode = venv.metadata.get("autoreset_mode")
+        if mode == AutoresetMode.NEXT_STEP and not isinstance(venv.unwrapped, _RESET_BY_MASK):
+            raise ValueError(
+                f"{venv} restarts an episode by itself one step late, and cannot be told to do so "
+                "at once; make it with gym.make_vec(..., vectorization_mode='sync') or in mode "
+                "SAME_STEP."
+            )
         self.venv = venv
+        # With copy=False a vector writes its next observations into the same arrays.
+        self._shared = getattr(venv.unwrapped, "copy", True) is False
         self._same_step = venv.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
         self._actions: Any = None
         super().__init__(venv.num_envs, venv.single_observation_space, venv.single_action_space)
@@ -65,7 +84,7 @@ class GymVecEnv(VecEnv):
         self.reset_infos = split_infos(infos, self.num_envs)
         self._reset_seeds()
         self._reset_options()
-        return observations
+        return deepcopy(observations) if self._shared else observations
 
     def _merged_seeds(self) -> int | list[int | None] | None:
         """One integer where the seeds count up from it: some vectors take nothing else."""
@@ -110,6 +129,8 @@ class GymVecEnv(VecEnv):
             for i, info in enumerate(split_infos(reset_infos, self.num_envs)):
                 if dones[i]:
                     self.reset_infos[i] = info
+        if self._shared:
+            observations = deepcopy(observations)
         return observations, rewards.astype(np.float32), dones, split
 
     def close(self) -> None:
