@@ -196,12 +196,19 @@ class Agent(BaseAlgorithm):
         """Says what is wrong before anything is collected."""
         for name in ("n_steps", "batch_size", "micro_batch_size", "n_epochs", "group_size"):
             value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number from 1 on.")
         for name in ("max_grad_norm", "ent_coef", "vf_coef", "kl_loss_coef"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"{name} is {value}; it must be a number and not negative.")
+        if self.target_kl is not None and not self.target_kl > 0:
+            raise ValueError(f"target_kl is {self.target_kl}; it must be positive, or None.")
+        if not isinstance(self.kl_controller, KLController | None):
+            raise TypeError(
+                f"kl_controller is {self.kl_controller!r}; pass one of agents.kl_control, such as "
+                "FixedKL(0.1)."
+            )
         one = torch.ones(1, 1)
         aggregation_weights(one > 0, self.loss_aggregation, norm_length=1)
         if self.kl_loss != "full":
@@ -219,6 +226,8 @@ class Agent(BaseAlgorithm):
         self.set_random_seed(self.seed)
         self.shuffling = np.random.default_rng(shuffling_seed(self.run_seed))
         self.mdp = find_mdp(self.env) if self.env is not None else None
+        if getattr(self, "observation_space", None) is None:
+            raise ValueError("env is None; a new agent needs an environment for its spaces.")
         policy_kwargs = dict(self.policy_kwargs)
         if issubclass(self.policy_class, LMPolicy):
             if self.mdp is None and self.env is not None:
@@ -358,6 +367,11 @@ class Agent(BaseAlgorithm):
         Returns:
             The agent.
         """
+        if self.env is None:
+            raise ValueError(
+                "learn() needs an environment and this agent has none; pass env=... to load(), or "
+                "call set_env(...)."
+            )
         iteration = 0
         total_timesteps, callback = self._setup_learn(
             total_timesteps,
@@ -592,6 +606,10 @@ class Agent(BaseAlgorithm):
         assert batch.ref_logprobs is not None
         return kl_estimate(evaluation.logprobs, batch.ref_logprobs, self.kl_loss)
 
+    def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
+        # A rollout is never cut, and the last one may go far beyond the total.
+        self._current_progress_remaining = max(0.0, 1.0 - num_timesteps / total_timesteps)
+
     def _update_learning_rate(self, optimizers: Any) -> None:
         rate = self.lr_schedule(self._current_progress_remaining)
         self.logger.record("train/learning_rate", rate)
@@ -685,7 +703,8 @@ class Agent(BaseAlgorithm):
             raise ValueError("generate() needs an agent with LMPolicy; use predict() elsewhere.")
         stop: Sequence[str] = ()
         if self.mdp is not None:
-            max_new_tokens = max_new_tokens or self.mdp.max_new_tokens
+            if max_new_tokens is None:
+                max_new_tokens = self.mdp.max_new_tokens
             stop = self.mdp.termination.stop
         evaluation = evaluate_task(
             self.policy,

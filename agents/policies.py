@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from stable_baselines3.common.distributions import CategoricalDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from agents.trajectories import Trajectories
@@ -186,9 +188,11 @@ class LMPolicy(ActorCriticPolicy):
         # completion token makes it the position that is asked for.
         columns = torch.arange(width, device=mask.device) - (width - lengths)[:, None]
         ids = obs["input_ids"].long().gather(1, columns.clamp(min=0))
-        logits, hidden = completion_logits(
-            self.lm, ids, columns >= 0, ids[:, -1:], mask.new_ones((len(ids), 1))
-        )
+        # Trust-region methods differentiate twice, which only the plain attention allows.
+        with sdpa_kernel(SDPBackend.MATH) if torch.is_grad_enabled() else nullcontext():
+            logits, hidden = completion_logits(
+                self.lm, ids, columns >= 0, ids[:, -1:], mask.new_ones((len(ids), 1))
+            )
         log_dist = log_distribution(
             logits[:, 0],
             torch.full_like(lengths, num_tokens or 0),
@@ -254,7 +258,13 @@ class LMPolicy(ActorCriticPolicy):
         )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Writes model and tokenizer as a directory that transformers and vLLM load."""
+        """Writes model and tokenizer as a directory that transformers and vLLM load.
+
+        Raises:
+            NotADirectoryError: There is a file of that name.
+        """
+        if Path(directory).is_file():
+            raise NotADirectoryError(f"{directory} is a file; a model is written to a directory.")
         self.lm.save_pretrained(directory)
         self.tokenizer.save_pretrained(Path(directory))
 

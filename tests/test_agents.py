@@ -8,6 +8,7 @@ import pytest
 import stable_baselines3
 import torch
 from gymnasium.wrappers.vector import TransformReward
+from sb3_contrib import TRPO
 from stable_baselines3.common.callbacks import (
     BaseCallback,
     EvalCallback,
@@ -28,7 +29,7 @@ from agents import (
 )
 from agents.kl_control import AdaptiveKL, FixedKL
 from agents.presets import PRESETS
-from textrl_env.sb3 import GymVecEnv
+from textrl_env.sb3 import GymVecEnv, KLCallback
 from textrl_env.tasks import FunctionTask
 
 AGENTS = [PPO, GRPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline]
@@ -328,7 +329,7 @@ def test_contradictions_are_said(tiny_llama):
         make_agent(GRPO, make_env(tiny_llama, kl_mode="none"), kl_controller=FixedKL(0.1))
     for name, value in (
         ("loss_aggregation", "mean"), ("kl_loss", "k9"), ("scale_rewards", "grp"),
-        ("n_epochs", 0), ("batch_size", 0), ("micro_batch_size", -1), ("ent_coef", float("nan")),
+        ("n_epochs", 0), ("n_epochs", 1.5), ("target_kl", -1), ("batch_size", 0), ("micro_batch_size", -1), ("ent_coef", float("nan")),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=str(value)):
             make_agent(GRPO, make_env(tiny_llama), **{name: value})
@@ -398,8 +399,6 @@ def test_evaluate_actions_equals_evaluate_completions(tiny_llama):
 
 
 def test_stable_baselines3_ppo_trains_the_language_policy(tiny_llama):
-    from textrl_env.sb3 import KLCallback
-
     env = GymVecEnv(make_env(tiny_llama, num_envs=4))
     model = stable_baselines3.PPO(
         LMPolicy, env, n_steps=8, batch_size=8, n_epochs=2, seed=0, learning_rate=1e-3,
@@ -608,3 +607,45 @@ def test_kl_coef_of_other_environments_is_read_at_every_step(tiny_llama):
     )
     agent = make_agent(GRPO, env, collector="step", group_size=2)
     assert agent.learn(1, callback=Change()).num_timesteps > 0
+
+
+def test_trpo_of_sb3_contrib_trains_the_language_policy(tiny_llama):
+    env = GymVecEnv(make_env(tiny_llama, num_envs=4))
+    model = TRPO(
+        LMPolicy, env, n_steps=8, batch_size=8, seed=0, policy_kwargs={"model": tiny_llama}
+    )
+    before = [p.clone() for p in model.policy.parameters()]
+    model.learn(32, callback=KLCallback())
+    assert not all(map(torch.equal, before, model.policy.parameters()))
+
+
+def test_temperatures_that_differ_are_refused_by_the_callback(tiny_llama):
+    env = GymVecEnv(make_env(tiny_llama, num_envs=4, temperature=0.5))
+    model = stable_baselines3.PPO(
+        LMPolicy, env, n_steps=8, batch_size=8, policy_kwargs={"model": tiny_llama}
+    )
+    with pytest.raises(ValueError, match=r"temperature is 1\.0 and the environment's 0\.5"):
+        model.learn(32, callback=KLCallback())
+
+
+def test_schedules_end_at_zero(tiny_llama):
+    """Also where the last rollout goes far beyond the total."""
+    seen = []
+
+    def schedule(progress):
+        seen.append(progress)
+        return 1e-4 * progress
+
+    make_agent(GRPO, make_env(tiny_llama), learning_rate=schedule).learn(50)
+    assert min(seen) == 0.0
+    PPO("MlpPolicy", "CartPole-v1", n_steps=64, clip_range=lambda p: 0.2 * p, seed=0).learn(70)
+
+
+def test_an_agent_without_an_environment_says_so(tiny_llama, tmp_path):
+    make_agent(GRPO, make_env(tiny_llama)).save(tmp_path / "agent")
+    with pytest.raises(ValueError, match="learn.. needs an environment"):
+        GRPO.load(tmp_path / "agent").learn(10)
+    with pytest.raises(ValueError, match="env is None"):
+        GRPO("LMPolicy", None)
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        make_agent(GRPO, make_env(tiny_llama)).save_pretrained(str(tmp_path / "agent.zip"))

@@ -340,10 +340,11 @@ def test_options_of_the_wrong_type(tiny_llama, options, message, vector):
 
 
 def test_every_option_is_documented():
+    import inspect
     from dataclasses import fields
 
     for field in fields(TextRLConfig):
-        assert f"        {field.name}: " in TextRLConfig.__doc__
+        assert f"\n    {field.name}: " in inspect.getdoc(TextRLConfig)
 
 
 @pytest.mark.parametrize(

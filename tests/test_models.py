@@ -107,3 +107,8 @@ def test_a_model_that_is_written_again_is_loaded_again(tiny_llama, tmp_path):
 def test_loading_a_local_model_is_quiet(tiny_llama, capfd):
     models.load_causal_lm(tiny_llama)
     assert capfd.readouterr().err == ""
+
+
+def test_a_typing_error_is_found_without_the_network():
+    with pytest.raises(ValueError, match="did you mean 'tiny'"):
+        models.load_tokenizer("tinny")

@@ -413,3 +413,15 @@ def test_sentiment_options():
 def test_sentiment_errors(kwargs, match):
     with pytest.raises(ValueError, match=match):
         Sentiment(**kwargs)
+
+
+def test_mistakes_in_a_task_of_ones_own_are_said():
+    with pytest.raises(TypeError, match="answer 0 is 2; pass texts"):
+        FunctionTask(["1+1="], [2])
+    with pytest.raises(ValueError, match="not empty"):
+        FunctionTask(["1+1="], ["2"], stop=[""])
+    with pytest.raises(TypeError, match="register_task takes a name"):
+
+        @register_task
+        class Nameless(Task):
+            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 from pathlib import Path
@@ -20,7 +21,13 @@ def resolve_model(name: str | os.PathLike[str]) -> str:
     Examples:
         >>> resolve_model("tiny").endswith("tiny")
         True
+
+    Raises:
+        ValueError: The name is almost that of an embedded model.
     """
+    close = difflib.get_close_matches(str(name), EMBEDDED, n=1)
+    if close and str(name) not in EMBEDDED and not Path(name).exists():
+        raise ValueError(f"There is no model {str(name)!r}; did you mean {close[0]!r}?")
     return str(EMBEDDED.get(str(name), name))
 
 

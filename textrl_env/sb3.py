@@ -59,8 +59,7 @@ class GymVecEnv(VecEnv):
         if mode == AutoresetMode.NEXT_STEP and not isinstance(venv.unwrapped, _RESET_BY_MASK):
             raise ValueError(
                 f"{venv} restarts an episode by itself one step late, and cannot be told to do so "
-                "at once; make it with gym.make_vec(..., vectorization_mode='sync') or in mode "
-                "SAME_STEP."
+                "at once; make it with gym.make_vec(..., vectorization_mode='sync')."
             )
         self.venv = venv
         # With copy=False a vector writes its next observations into the same arrays.
@@ -293,6 +292,14 @@ class KLCallback(BaseCallback):
     def _on_training_start(self) -> None:
         if not getattr(self.model, "subtracts_kl", False):
             announce_kl_consumer(self.training_env)
+            wanted = self.training_env.get_attr("mdp")[0].config.temperature
+            used = getattr(self.model.policy, "temperature", 1.0)
+            if used != wanted:
+                raise ValueError(
+                    f"The policy's temperature is {used} and the environment's {wanted}; the KL "
+                    "needs both log-probabilities under the distribution that is sampled from, so "
+                    "pass policy_kwargs={'temperature': ...} or make the environment anew."
+                )
 
     def _on_step(self) -> bool:
         if not getattr(self.model, "subtracts_kl", False):

@@ -125,6 +125,13 @@ class FunctionTask(Task):
         for label, column in (("answers", answers), ("metadata", metadata)):
             if column is not None and len(column) != len(prompts):
                 raise ValueError(f"{len(prompts)} prompts need as many {label}, got {len(column)}")
+        for index, answer in enumerate(answers or ()):
+            if not isinstance(answer, str | None):
+                raise TypeError(
+                    f"answer {index} is {answer!r}; pass texts, such as {str(answer)!r}"
+                )
+        if not all(isinstance(end, str) and end for end in stop):
+            raise ValueError(f"stop is {list(stop)!r}; a stop string is a text that is not empty")
         self._answers = list(answers) if answers is not None else [None] * len(prompts)
         self._metadata = list(metadata) if metadata is not None else [{}] * len(prompts)
         self._score = score
@@ -164,6 +171,8 @@ def register_task(name: str) -> Callable[[_Factory], _Factory]:
     >>> make_task("shout", words=["hi"])[0].answer
     'HI'
     """
+    if not isinstance(name, str):
+        raise TypeError(f"register_task takes a name: write @register_task('...') above {name!r}")
 
     def register(factory: _Factory) -> _Factory:
         known = _REGISTRY.get(name)
