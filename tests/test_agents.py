@@ -27,6 +27,8 @@ from agents import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
+from agents.advantages import group_advantages
+from agents.evaluation import evaluate_task
 from agents.kl_control import AdaptiveKL, FixedKL
 from agents.presets import PRESETS
 from textrl_env.sb3 import GymVecEnv, KLCallback
@@ -650,3 +652,56 @@ def test_an_agent_without_an_environment_says_so(tiny_llama, tmp_path):
         GRPO("LMPolicy", None)
     with pytest.raises(NotADirectoryError, match="is a file"):
         make_agent(GRPO, make_env(tiny_llama)).save_pretrained(str(tmp_path / "agent.zip"))
+
+
+def test_options_of_grpo_reach_the_advantages(tiny_llama):
+    for options in ({}, {"scale_rewards": "none"}, {"scale_rewards": "batch", "epsilon": 0.5}):
+        batch = collected(GRPO, tiny_llama, {"temperature": 2.0}, **options).rollout_buffer
+        expected = group_advantages(
+            batch.episode_returns, batch.groups,
+            scale=options.get("scale_rewards", "group"), eps=options.get("epsilon", 1e-4),
+        )  # fmt: skip
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(batch.advantages[:, 0], expected)
+
+
+def test_the_controller_is_told_the_sum_over_tokens(tiny_llama, monkeypatch):
+    told = []
+    monkeypatch.setattr(FixedKL, "update", lambda self, kl, n: told.append((kl, n)))
+    agent = make_agent(
+        GRPO, make_env(tiny_llama, reward=lambda text, sample: len(set(text))),
+        kl_controller=FixedKL(0.1), learning_rate=1e-2,
+    )  # fmt: skip
+    agent.learn(100)
+    batch = agent.rollout_buffer
+    log_ratio = torch.where(batch.mask, batch.logprobs - batch.ref_logprobs, 0.0)
+    assert told[-1] == (pytest.approx(float(log_ratio.sum(1).mean()), abs=1e-5), 8)
+    assert told[-1][0] > 1e-3
+    assert agent.mdp.kl_coef == 0.1
+
+
+def test_generate_stops_where_the_environment_does(tiny_llama):
+    free = make_agent(GRPO, make_env(tiny_llama, max_new_tokens=20))
+    text = free.generate(["copy:abc="])[0]
+    stop = text[3]
+    agent = make_agent(GRPO, make_env(tiny_llama, max_new_tokens=20, stop=[stop]))
+    assert agent.generate(["copy:abc="])[0] == text[: text.index(stop)]
+
+
+def test_sampled_evaluations_depend_on_their_seed(tiny_llama):
+    policy = make_agent(GRPO, make_env(tiny_llama)).policy
+    task = FunctionTask(["a=", "b=", "c="], score=lambda text, sample: 0.0, max_new_tokens=6)
+    runs = [
+        [e.text for e in evaluate_task(policy, task, deterministic=False, seed=seed).endings]
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_value_head_starts_at_zero_and_dropout_stays_off(tiny_gpt2):
+    agent = collected(PPO, tiny_gpt2)
+    assert not agent.rollout_buffer.values.any()
+    assert agent.policy.lm.config.resid_pdrop > 0
+    agent.policy.set_training_mode(True)
+    first, second = (agent.evaluate(agent.rollout_buffer).logprobs for _ in range(2))
+    assert torch.equal(first, second)
