@@ -257,7 +257,6 @@ class Agent(BaseAlgorithm):
         """Everything that depends on the environment at hand."""
         if self.env is None:
             return
-        self.mdp = find_mdp(self.env)
         text = isinstance(self.policy, LMPolicy)
         if isinstance(self.policy, LMPolicy) and self.mdp is not None:
             self.policy.set_token_mask(self.mdp.token_mask)
@@ -283,7 +282,7 @@ class Agent(BaseAlgorithm):
                 "kl_controller sets the environment's kl_coef, but the environment charges no KL; "
                 "make it with kl_mode='reference', or leave the controller out."
             )
-        if self.group_size < 1 or self.n_envs % self.group_size:
+        if self.n_envs % self.group_size:
             raise ValueError(
                 f"group_size is {self.group_size}, which does not divide the {self.n_envs} slots "
                 f"of the environment; choose num_envs as a multiple of group_size."
@@ -331,6 +330,8 @@ class Agent(BaseAlgorithm):
     def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
         """Replaces the environment, see `BaseAlgorithm.set_env`."""
         super().set_env(env, force_reset)
+        assert self.env is not None
+        self.mdp = find_mdp(self.env)
         self._use_env()
 
     def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
@@ -633,7 +634,7 @@ class Agent(BaseAlgorithm):
         if not bool(batch.valid.all()):
             record("rollout/masked_fraction", float((~batch.valid).float().mean()))
         if batch.ref_logprobs is not None:
-            kl = torch.where(batch.mask, batch.logprobs - batch.ref_logprobs, 0.0)
+            kl = batch.reference_log_ratios
             record("rollout/kl", float(kl.sum()) / tokens)
             record("rollout/kl_sum", float(kl.sum(1).mean()))
         if self.mdp is not None:
@@ -645,7 +646,7 @@ class Agent(BaseAlgorithm):
         if self.kl_controller is None or batch.ref_logprobs is None:
             return
         assert self.mdp is not None
-        kl = torch.where(batch.mask, batch.logprobs - batch.ref_logprobs, 0.0).sum(1).mean()
+        kl = batch.reference_log_ratios.sum(1).mean()
         self.kl_controller.update(float(kl), len(batch))
         self._set_kl_coef(self.kl_controller.coef)
 

@@ -143,8 +143,7 @@ def load(
         check_for_correct_spaces(agent.env, observation_space, action_space)
     agent.run_seed = description["run_seed"]
     agent._setup_model()
-    _restore_weights(agent.policy, weights, path)
-    agent.policy.optimizer.load_state_dict(state["optimizer"])
+    _restore_policy(agent, weights, state, path)
     _restore_counters(agent, state["counters"])
     if not force_reset and agent.env is not None:
         agent._last_obs = agent.env.reset()  # type: ignore[assignment]
@@ -160,6 +159,12 @@ def set_parameters(agent: Agent, path: str | os.PathLike[str] | io.IOBase) -> No
         ValueError: The file is no checkpoint, or does not fit the policy.
     """
     _, weights, state = _read(path)
+    _restore_policy(agent, weights, state, path)
+
+
+def _restore_policy(
+    agent: Agent, weights: dict[str, torch.Tensor], state: dict[str, Any], path: Any
+) -> None:
     _restore_weights(agent.policy, weights, path)
     agent.policy.optimizer.load_state_dict(state["optimizer"])
 

@@ -69,6 +69,12 @@ class Trajectories:
         """Undiscounted sum of the shaped rewards of each row, (B,)."""
         return torch.where(self.mask, self.rewards, 0.0).sum(1)
 
+    @property
+    def reference_log_ratios(self) -> torch.Tensor:
+        """The log-ratio log π_old − log π_ref at each step, 0 outside the mask, (B, T)."""
+        assert self.ref_logprobs is not None
+        return torch.where(self.mask, self.logprobs - self.ref_logprobs, 0.0)
+
     def select(self, rows: torch.Tensor) -> Trajectories:
         """Returns the given rows, int64 (n,), in that order."""
         chosen: dict[str, Any] = {}

@@ -64,7 +64,7 @@ class GymVecEnv(VecEnv):
         self.venv = venv
         # With copy=False a vector writes its next observations into the same arrays.
         self._shared = getattr(venv.unwrapped, "copy", True) is False
-        self._same_step = venv.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
+        self._same_step = mode == AutoresetMode.SAME_STEP
         self._actions: Any = None
         super().__init__(venv.num_envs, venv.single_observation_space, venv.single_action_space)
 
