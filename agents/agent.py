@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -38,12 +39,14 @@ from agents.collectors import (
 )
 from agents.engines import TorchEngine
 from agents.evaluation import evaluate_task
+from agents.fused import FusedActorCritic, FusedUpdate
 from agents.kl_control import KLController
-from agents.objectives import value_loss
+from agents.objectives import Objective, value_loss
 from agents.policies import Evaluation, LMPolicy
 from agents.progress import ProgressCallback
 from agents.sampling import PromptSampler, shuffling_seed
 from agents.trajectories import Trajectories
+from agents.updates import AutogradUpdate
 from textrl_env.core import TokenMDP
 from textrl_env.kl import kl_estimate
 from textrl_env.sb3 import GymVecEnv, announce_kl_consumer
@@ -63,8 +66,8 @@ def is_language_policy(policy: str | type[BasePolicy]) -> bool:
 class Agent(BaseAlgorithm):
     """A policy-gradient agent for any environment, text or not.
 
-    A subclass says which advantages it uses (`compute_advantages`) and which objective
-    (`policy_loss`); everything else is here. The loop is: collect, shape rewards, advantages,
+    A subclass says which advantages it uses (`compute_advantages`) and which `objective`; everything
+    else is here. The loop is: collect, shape rewards, advantages,
     mini-batches, one optimiser step each.
 
     Args:
@@ -108,6 +111,9 @@ class Agent(BaseAlgorithm):
         "MultiInputPolicy": MultiInputActorCriticPolicy,
     }
     uses_critic: ClassVar[bool] = False
+    # False goes the plain path everywhere: the same numbers, for comparison.
+    fuses: ClassVar[bool] = True
+    normalize_advantage: bool = False
     policy: ActorCriticPolicy
 
     def __init__(
@@ -249,8 +255,11 @@ class Agent(BaseAlgorithm):
         )
         assert isinstance(policy, ActorCriticPolicy)
         self.policy = policy.to(self.device)
+        self.network: FusedActorCritic | None = None
         if isinstance(self.policy, LMPolicy):
             self.engine = TorchEngine(self.policy.lm)
+        elif self.fuses and FusedActorCritic.supports(self.policy):
+            self.network = FusedActorCritic(self.policy, self.uses_critic)
         self._use_env()
 
     def _use_env(self) -> None:
@@ -455,15 +464,24 @@ class Agent(BaseAlgorithm):
         """Fills `advantages` and, with a critic, `returns` of the trajectories."""
 
     @abstractmethod
+    def objective(self) -> Objective:
+        """Returns the objective of the policy with its present coefficients."""
+
     def policy_loss(
         self, logprobs: torch.Tensor, batch: Trajectories
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss of each step (B, T) and statistics of each step to log."""
+        assert batch.advantages is not None
+        return self.objective().loss(logprobs, batch.logprobs, batch.advantages)
+
+    def value_clip_range(self) -> float | None:
+        """Returns how far a value may move from its old one in the loss; None is any way."""
+        return None
 
     def value_loss(self, values: torch.Tensor, batch: Trajectories) -> torch.Tensor:
         """Returns the value loss of each step, (B, T)."""
         assert batch.returns is not None
-        return value_loss(values, batch.returns)
+        return value_loss(values, batch.returns, batch.values, self.value_clip_range())
 
     def evaluate(self, batch: Trajectories, *, values: bool | None = None) -> Evaluation:
         """Returns log-probabilities, entropies and values of the batch's actions, (B, T)."""
@@ -509,14 +527,20 @@ class Agent(BaseAlgorithm):
         self.compute_advantages(batch)
         if not isinstance(self.policy, LMPolicy):
             batch = batch.as_transitions()
+        update = self._choose_update(batch)
         statistics: dict[str, list[float]] = defaultdict(list)
         for _ in range(self.n_epochs):
-            keep_going = self._train_epoch(batch, statistics)
+            rows = self.shuffling.permutation(len(batch))
+            keep_going = all(
+                self._train_mini_batch(update, mini_batch, statistics)
+                for mini_batch in update.mini_batches(rows, self.batch_size or len(rows))
+            )
             self._n_updates += 1
             if not keep_going:
                 break
+        update.finish()
         for name, values in statistics.items():
-            self.logger.record(f"train/{name}", float(np.mean(values)))
+            self.logger.record(f"train/{name}", sum(values) / len(values))
         if self.uses_critic and batch.values is not None and batch.returns is not None:
             mask = batch.mask.cpu().numpy()
             self.logger.record(
@@ -526,86 +550,47 @@ class Agent(BaseAlgorithm):
                 ),
             )
         if hasattr(self.policy, "log_std"):
-            self.logger.record("train/std", float(self.policy.log_std.exp().mean()))
+            self.logger.record("train/std", float(self.policy.log_std.detach().exp().mean()))
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         self.logger.record("time/update_seconds", time.perf_counter() - start)
         self._control_kl(self.rollout_buffer)
 
-    def _train_epoch(self, batch: Trajectories, statistics: dict[str, list[float]]) -> bool:
-        """One pass in mini-batches; False where `target_kl` ended it."""
-        rows = torch.from_numpy(self.shuffling.permutation(len(batch))).to(self.device)
-        for part in rows.split(self.batch_size or len(rows)):
-            mini_batch = self.prepare_mini_batch(batch.select(part))
-            if not bool(mini_batch.loss_mask.any()):
-                continue  # every reward of the mini-batch failed
-            if not self._train_mini_batch(mini_batch, statistics):
-                return False
-        return True
+    def _choose_update(self, batch: Trajectories) -> AutogradUpdate | FusedUpdate:
+        """Gradients that are written out, where network, loss and batch are those they are for."""
+        network = self.network
+        if (
+            network is not None
+            and network.supports(self.policy)
+            and type(self).policy_loss is Agent.policy_loss
+            and type(self).value_loss is Agent.value_loss
+            and type(self).evaluate is Agent.evaluate
+            and self.loss_aggregation != "seq-mean-token-sum-norm"
+            and not self.kl_loss_coef
+            and bool(batch.valid.all())
+        ):
+            return FusedUpdate(self, network, batch)
+        return AutogradUpdate(self, batch)
 
-    def prepare_mini_batch(self, batch: Trajectories) -> Trajectories:
-        """Last changes to a mini-batch before its loss, such as normalised advantages."""
-        return batch
-
-    def _train_mini_batch(self, batch: Trajectories, statistics: dict[str, list[float]]) -> bool:
-        """One optimiser step, its gradient summed over micro-batches."""
-        # Denominators are the mini-batch's, so that micro-batches add up to it exactly.
-        norm_length = self.mdp.max_new_tokens if self.mdp is not None else None
-        weights = aggregation_weights(batch.loss_mask, self.loss_aggregation, norm_length)
-        means = aggregation_weights(batch.loss_mask, "token-mean")
-        self.policy.optimizer.zero_grad()
-        sums: dict[str, float] = defaultdict(float)
-        rows = torch.arange(len(batch), device=self.device)
-        for part in rows.split(self.micro_batch_size or len(rows)):
-            micro_batch = batch.select(part)
-            loss, terms = self._loss(micro_batch, weights[part])
-            loss.backward()
-            for name, values in terms.items():
-                selected = torch.where(micro_batch.loss_mask, values.detach(), 0.0)
-                sums[name] += float((selected * means[part]).sum())
-            sums["loss"] += float(loss.detach())
-        for name, value in sums.items():
+    def _train_mini_batch(
+        self,
+        update: AutogradUpdate | FusedUpdate,
+        mini_batch: Any,
+        statistics: dict[str, list[float]],
+    ) -> bool:
+        """One optimiser step; False where `target_kl` ends the epochs before it."""
+        means = update.gradients(mini_batch)
+        for name, value in means.items():
             statistics[name].append(value)
-        if not np.isfinite(sums["loss"]):
+        if not math.isfinite(means["loss"]):
             raise FloatingPointError(
-                f"The loss is {sums['loss']} after {self.num_timesteps} steps, and no optimiser "
+                f"The loss is {means['loss']} after {self.num_timesteps} steps, and no optimiser "
                 "step was made; lower learning_rate, or look for a reward or observation that is "
                 "not finite."
             )
-        if self.target_kl is not None and sums["approx_kl"] > 1.5 * self.target_kl:
+        if self.target_kl is not None and means["approx_kl"] > 1.5 * self.target_kl:
             return False
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
-        statistics["grad_norm"].append(float(norm))
-        self.policy.optimizer.step()
+        statistics["grad_norm"].append(update.step())
         return True
-
-    def _loss(
-        self, batch: Trajectories, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a micro-batch under the mini-batch's weights, and its terms per step."""
-        evaluation = self.evaluate(batch)
-
-        def total(values: torch.Tensor) -> torch.Tensor:
-            return (torch.where(batch.loss_mask, values, 0.0) * weights).sum()
-
-        per_step, terms = self.policy_loss(evaluation.logprobs, batch)
-        terms = {"policy_gradient_loss": per_step, "entropy_loss": -evaluation.entropy, **terms}
-        loss = total(per_step)
-        if self.ent_coef:
-            loss = loss - self.ent_coef * total(evaluation.entropy)
-        if evaluation.values is not None:
-            terms["value_loss"] = self.value_loss(evaluation.values, batch)
-            loss = loss + self.vf_coef * total(terms["value_loss"])
-        if self.kl_loss_coef:
-            terms["kl_loss"] = self._kl_loss(evaluation, batch)
-            loss = loss + self.kl_loss_coef * total(terms["kl_loss"])
-        return loss, terms
-
-    def _kl_loss(self, evaluation: Evaluation, batch: Trajectories) -> torch.Tensor:
-        """The KL to the reference at each step, (B, T)."""
-        if evaluation.reference_kl is not None:
-            return evaluation.reference_kl
-        assert batch.ref_logprobs is not None
-        return kl_estimate(evaluation.logprobs, batch.ref_logprobs, self.kl_loss)
 
     def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
         # A rollout is never cut, and the last one may go far beyond the total.

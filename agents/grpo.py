@@ -12,7 +12,7 @@ from stable_baselines3.common.type_aliases import GymEnv, Schedule
 from agents.advantages import group_advantages
 from agents.agent import Agent
 from agents.kl_control import KLController
-from agents.objectives import clipped_objective
+from agents.objectives import Clipped, Objective
 from agents.trajectories import Trajectories
 
 
@@ -154,16 +154,6 @@ class GRPO(Agent):
         )
         trajectories.advantages = advantages[:, None].expand_as(trajectories.mask)
 
-    def policy_loss(
-        self, logprobs: torch.Tensor, batch: Trajectories
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(self) -> Objective:
         """The clipped objective."""
-        assert batch.advantages is not None
-        return clipped_objective(
-            logprobs,
-            batch.logprobs,
-            batch.advantages,
-            self.clip_range,
-            self.clip_range_high,
-            self.clip_range_lower,
-        )
+        return Clipped(self.clip_range, self.clip_range_high, self.clip_range_lower)

@@ -4,11 +4,19 @@ A policy objective takes log π and log π_old of the actions and the advantages
 returns the loss of each step, (B, T), with statistics of each step to log, (B, T) too:
 ``approx_kl`` (k3 estimate of KL(π_old‖π), as in Stable-Baselines3), ``ppo_kl`` (k1, as in verl)
 and, where the objective clips, ``clip_fraction``. `agents.aggregation` makes one number of them.
+
+`Clipped` and `KLPenalty` are what an agent chooses between: the loss with its coefficients, and its
+derivative for networks whose gradients are written out (`agents.fused`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agents.masked import masked_mean
 from textrl_env.kl import kl_estimate
@@ -19,6 +27,97 @@ _MAX_LOG_RATIO = 20.0
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+Array = NDArray[np.float32]
+Derivative = tuple[Array, Array, dict[str, Array]]
+
+
+class Objective(ABC):
+    """An objective of the policy with its coefficients."""
+
+    @abstractmethod
+    def loss(
+        self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor
+    ) -> Loss:
+        """Returns the loss of each step and statistics, all (B, T)."""
+
+    @abstractmethod
+    def derivative(self, log_ratio: Array, advantages: Array) -> Derivative:
+        """Returns the loss of each step, ∂loss/∂log π and the statistics of `loss`, all (B,).
+
+        Args:
+            log_ratio: log π − log π_old, (B,).
+            advantages: (B,).
+        """
+
+
+@dataclass(frozen=True)
+class Clipped(Objective):
+    """The clipped surrogate, see `clipped_objective`."""
+
+    clip_range: float = 0.2
+    clip_range_high: float | None = None
+    clip_range_lower: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_clip_ranges(self.clip_range, self.clip_range_high, self.clip_range_lower)
+
+    def loss(
+        self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor
+    ) -> Loss:
+        """Returns the loss and statistics, see `clipped_objective`."""
+        return clipped_objective(
+            logprobs,
+            old_logprobs,
+            advantages,
+            self.clip_range,
+            self.clip_range_high,
+            self.clip_range_lower,
+        )
+
+    def derivative(self, log_ratio: Array, advantages: Array) -> Derivative:
+        """Returns loss, derivative and statistics, see `Objective`."""
+        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
+        bounded = _bound(log_ratio)
+        ratio = np.exp(bounded)
+        unclipped = -advantages * ratio
+        clipped = -advantages * np.minimum(np.maximum(ratio, 1 - self.clip_range), 1 + high)
+        is_clipped = clipped > unclipped
+        loss = np.maximum(unclipped, clipped)
+        statistics = _array_statistics(log_ratio, clip_fraction=is_clipped)
+        # Within the bounds the derivative of −A·ρ is itself; outside them, nothing moves.
+        flat = is_clipped | (bounded != log_ratio)
+        if self.clip_range_lower is not None:
+            bound = -advantages * np.float32(self.clip_range_lower)
+            binds = (advantages < 0) & (loss > bound)
+            loss = np.where(binds, bound, loss)
+            statistics["clip_fraction_lower"] = binds.astype(np.float32)
+            flat |= binds
+        unclipped[flat] = 0.0
+        return loss, unclipped, statistics
+
+
+@dataclass(frozen=True)
+class KLPenalty(Objective):
+    """The KL-penalised surrogate, see `kl_penalty_objective`."""
+
+    kl_coef: float
+
+    def loss(
+        self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor
+    ) -> Loss:
+        """Returns the loss and statistics, see `kl_penalty_objective`."""
+        return kl_penalty_objective(logprobs, old_logprobs, advantages, self.kl_coef)
+
+    def derivative(self, log_ratio: Array, advantages: Array) -> Derivative:
+        """Returns loss, derivative and statistics, see `Objective`."""
+        bounded = _bound(log_ratio)
+        unclipped = -advantages * np.exp(bounded)
+        excess = np.expm1(bounded)
+        loss = unclipped + self.kl_coef * (excess - bounded)
+        gradient = unclipped + self.kl_coef * excess
+        gradient[bounded != log_ratio] = 0.0
+        return loss, gradient, _array_statistics(log_ratio)
 
 
 def clipped_objective(
@@ -61,10 +160,7 @@ def clipped_objective(
         >>> loss
         tensor([[-1.2000, -1.0000,  3.0000]])
     """
-    if clip_range_lower is not None and not clip_range_lower > 1:
-        raise ValueError(
-            f"clip_range_lower is {clip_range_lower}; the dual clip needs more than 1, or None."
-        )
+    _check_clip_ranges(clip_range, clip_range_high, clip_range_lower)
     ratio = _ratio(logprobs, old_logprobs)
     unclipped = -advantages * ratio
     clipped = -advantages * _clip(ratio, clip_range, clip_range_high)
@@ -270,14 +366,24 @@ def _ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
     return _log_ratio(logprobs, old_logprobs).exp()
 
 
-def _clip(ratio: torch.Tensor, clip_range: float, clip_range_high: float | None) -> torch.Tensor:
-    high = clip_range if clip_range_high is None else clip_range_high
-    if not (clip_range >= 0 and high >= 0):
+def _bound(log_ratio: Array) -> Array:
+    return np.minimum(np.maximum(log_ratio, -_MAX_LOG_RATIO), _MAX_LOG_RATIO)
+
+
+def _check_clip_ranges(low: float, high: float | None, dual: float | None = None) -> None:
+    high = low if high is None else high
+    if not (low >= 0 and high >= 0):
         raise ValueError(
-            f"The clip ranges are {clip_range} and {high}; they are distances from a ratio of 1, "
-            "and must not be negative."
+            f"The clip ranges are {low} and {high}; they are distances from a ratio of 1, and must "
+            "not be negative."
         )
-    return ratio.clamp(1 - clip_range, 1 + high)
+    if dual is not None and not dual > 1:
+        raise ValueError(f"clip_range_lower is {dual}; the dual clip needs more than 1, or None.")
+
+
+def _clip(ratio: torch.Tensor, clip_range: float, clip_range_high: float | None) -> torch.Tensor:
+    _check_clip_ranges(clip_range, clip_range_high)
+    return ratio.clamp(1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high))
 
 
 def _statistics(
@@ -292,4 +398,14 @@ def _statistics(
     }
     if clip_fraction is not None:
         statistics["clip_fraction"] = clip_fraction.to(logprobs.dtype)
+    return statistics
+
+
+def _array_statistics(
+    log_ratio: Array, clip_fraction: NDArray[np.bool_] | None = None
+) -> dict[str, Array]:
+    """The same as `_statistics`, of arrays."""
+    statistics = {"approx_kl": np.expm1(log_ratio) - log_ratio, "ppo_kl": -log_ratio}
+    if clip_fraction is not None:
+        statistics["clip_fraction"] = clip_fraction.astype(np.float32)
     return statistics

@@ -13,8 +13,7 @@ from stable_baselines3.common.utils import FloatSchedule
 from agents.advantages import gae
 from agents.agent import Agent, is_language_policy
 from agents.kl_control import KLController
-from agents.masked import masked_mean, masked_var
-from agents.objectives import clipped_objective, value_loss
+from agents.objectives import Clipped, Objective
 from agents.trajectories import Trajectories
 
 
@@ -162,35 +161,14 @@ class PPO(Agent):
             gae_lambda=self.gae_lambda,
         )
 
-    def prepare_mini_batch(self, batch: Trajectories) -> Trajectories:
-        """Normalises the advantages over the mini-batch, as Stable-Baselines3 does."""
-        if self.normalize_advantage and int(batch.loss_mask.sum()) > 1:
-            assert batch.advantages is not None
-            mean = masked_mean(batch.advantages, batch.loss_mask)
-            std = masked_var(batch.advantages, batch.loss_mask).sqrt()
-            batch.advantages = (batch.advantages - mean) / (std + 1e-8)
-        return batch
-
-    def policy_loss(
-        self, logprobs: torch.Tensor, batch: Trajectories
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(self) -> Objective:
         """The clipped objective (eq. 7)."""
-        assert batch.advantages is not None
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        return clipped_objective(
-            logprobs,
-            batch.logprobs,
-            batch.advantages,
-            self._now(self.clip_range),
-            self._now(high),
-            self.clip_range_lower,
-        )
+        return Clipped(self._now(self.clip_range), self._now(high), self.clip_range_lower)
 
-    def value_loss(self, values: torch.Tensor, batch: Trajectories) -> torch.Tensor:
-        """Squared error to the returns, clipped around the old value where asked."""
-        assert batch.returns is not None
-        clip_range = None if self.clip_range_vf is None else self._now(self.clip_range_vf)
-        return value_loss(values, batch.returns, batch.values, clip_range)
+    def value_clip_range(self) -> float | None:
+        """How far a value may move from its old one in the loss."""
+        return None if self.clip_range_vf is None else self._now(self.clip_range_vf)
 
     def _now(self, clip_range: float | Schedule) -> float:
         return FloatSchedule(clip_range)(self._current_progress_remaining)

@@ -15,7 +15,7 @@ from agents.advantages import (
 )
 from agents.agent import Agent, is_language_policy
 from agents.kl_control import KLController
-from agents.objectives import clipped_objective
+from agents.objectives import Clipped, Objective
 from agents.trajectories import Trajectories
 
 
@@ -130,12 +130,9 @@ class ReinforcePlusPlus(Agent):
             trajectories.rewards, trajectories.loss_mask, self.gamma
         )
 
-    def policy_loss(
-        self, logprobs: torch.Tensor, batch: Trajectories
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(self) -> Objective:
         """The clipped objective."""
-        assert batch.advantages is not None
-        return clipped_objective(logprobs, batch.logprobs, batch.advantages, self.clip_range)
+        return Clipped(self.clip_range)
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):

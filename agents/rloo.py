@@ -12,7 +12,7 @@ from stable_baselines3.common.type_aliases import GymEnv, Schedule
 from agents.advantages import discounted_returns, leave_one_out_advantages
 from agents.agent import Agent
 from agents.kl_control import KLController
-from agents.objectives import clipped_objective
+from agents.objectives import Clipped, Objective
 from agents.trajectories import Trajectories
 
 
@@ -137,9 +137,6 @@ class RLOO(Agent):
             advantages = advantages + (to_go - returns[:, None])
         trajectories.advantages = torch.where(trajectories.mask, advantages, 0.0)
 
-    def policy_loss(
-        self, logprobs: torch.Tensor, batch: Trajectories
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(self) -> Objective:
         """REINFORCE's objective, with the ratio clipped once the policy has moved."""
-        assert batch.advantages is not None
-        return clipped_objective(logprobs, batch.logprobs, batch.advantages, self.clip_range)
+        return Clipped(self.clip_range)

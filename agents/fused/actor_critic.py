@@ -1,0 +1,198 @@
+"""Stable-Baselines3's actor-critic MLP: values and actions, forward and backward by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from stable_baselines3.common.distributions import (
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    StateDependentNoiseDistribution,
+)
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import MlpExtractor
+
+from agents.fused.heads import Array, CategoricalHead, GaussianHead, Head, StateDependentHead
+from agents.fused.parameters import FlatParameters, is_plain_adam
+from agents.fused.towers import ACTIVATIONS, Towers
+
+
+class FusedActorCritic:
+    """The networks of an `ActorCriticPolicy` that `supports` accepts.
+
+    Args:
+        policy: The policy; its parameters become views of one tensor.
+        critic: Whether the value network is trained, too.
+    """
+
+    def __init__(self, policy: ActorCriticPolicy, critic: bool) -> None:
+        self.policy, self.critic = policy, critic
+        actor_layers = _linear_layers(policy.mlp_extractor.policy_net)
+        critic_layers = _linear_layers(policy.mlp_extractor.value_net) if critic else []
+        activation = type(policy.mlp_extractor.policy_net[1])
+        if [layer.weight.shape for layer in actor_layers] == [
+            layer.weight.shape for layer in critic_layers
+        ]:
+            self.towers = [Towers([actor_layers, critic_layers], activation)]
+        else:
+            self.towers = [
+                Towers([layers], activation) for layers in (actor_layers, critic_layers) if layers
+            ]
+        parameters = [parameter for tower in self.towers for parameter in tower.parameters()]
+        starts = np.cumsum([0] + [len(tower.parameters()) for tower in self.towers])
+        first = len(parameters)
+        parameters += [policy.action_net.weight, policy.action_net.bias]
+        if critic:
+            parameters += [policy.value_net.weight, policy.value_net.bias]
+        if has_log_std := isinstance(getattr(policy, "log_std", None), torch.nn.Parameter):
+            parameters.append(policy.log_std)
+        self.flat = flat = FlatParameters(parameters, policy.optimizer)  # type: ignore[arg-type]
+        for tower, start in zip(self.towers, starts, strict=False):
+            tower.attach(flat, int(start))
+
+        def views(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return flat.view(flat.values, index), flat.view(flat.gradients, index)
+
+        self.action_weight, self.action_weight_gradient = views(first)
+        action_bias, action_bias_gradient = views(first + 1)
+        # Along the columns of the outputs, (A, B).
+        self.action_bias = action_bias.numpy()[:, None]
+        self.action_bias_gradient = action_bias_gradient.numpy()
+        if critic:
+            self.value_weight, self.value_weight_gradient = (v[0] for v in views(first + 2))
+            self.value_bias, self.value_bias_gradient = (v.numpy() for v in views(first + 3))
+        self.head: Head
+        if not has_log_std:
+            self.head = CategoricalHead(policy.action_net.out_features)
+        else:
+            log_std, gradient = (view.numpy() for view in views(len(parameters) - 1))
+            if isinstance(policy.action_dist, StateDependentNoiseDistribution):
+                self.head = StateDependentHead(log_std, gradient, policy.action_dist)
+            else:
+                self.head = GaussianHead(log_std, gradient)
+
+    @staticmethod
+    def supports(policy: ActorCriticPolicy) -> bool:
+        """Whether this is Stable-Baselines3's own MLP, on a CPU, with an optimiser that we know."""
+        extractor = policy.mlp_extractor
+        distribution = policy.action_dist
+        if not (
+            type(policy).__module__.startswith("stable_baselines3.")
+            and type(extractor) is MlpExtractor
+            and not list(policy.features_extractor.parameters())
+            and policy.share_features_extractor
+            and is_plain_adam(policy.optimizer)
+            and all(p.device.type == "cpu" and p.requires_grad for p in policy.parameters())
+        ):
+            return False
+        if isinstance(distribution, StateDependentNoiseDistribution):
+            if distribution.bijector or distribution.use_expln or not distribution.full_std:
+                return False
+        elif type(distribution) not in (CategoricalDistribution, DiagGaussianDistribution):
+            return False
+        networks = (extractor.policy_net, extractor.value_net)
+        return all(
+            len(network) > 0
+            and all(type(layer) is torch.nn.Linear for layer in network[::2])
+            and {type(layer) for layer in network[1::2]} == {type(extractor.policy_net[1])}
+            and type(network[1]) in ACTIVATIONS
+            for network in networks
+        )
+
+    def features(self, observations: Any) -> torch.Tensor:
+        """Returns what the first layer takes, float32 (B, D)."""
+        with torch.no_grad():
+            return self.policy.extract_features(observations)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def forward(self, features: torch.Tensor) -> tuple[Array, torch.Tensor]:
+        """Returns the parameters of the distributions, (A, B), and the values, (B,)."""
+        hidden = [layer for tower in self.towers for layer in tower.forward(features)]
+        self._actor_latent, self._critic_latent = hidden[0], hidden[-1]
+        outputs = torch.mm(self.action_weight, self._actor_latent.T).numpy()
+        outputs += self.action_bias
+        if not self.critic:
+            return outputs, torch.zeros(len(features))
+        values = torch.mv(self._critic_latent, self.value_weight)
+        values += float(self.value_bias[0])
+        return outputs, values
+
+    def evaluate(
+        self, features: torch.Tensor, actions: NDArray[Any]
+    ) -> tuple[Array, Any, torch.Tensor]:
+        """Returns log-probabilities (B,), entropies (B,) or a number, and values (B,).
+
+        Args:
+            features: (B, D).
+            actions: (B,) or (B, A).
+        """
+        outputs, values = self.forward(features)
+        logprobs, entropies = self.head.evaluate(outputs, self._actor_latent.numpy(), actions)
+        return logprobs, entropies, values
+
+    @torch.no_grad()
+    def backward(
+        self, logprob_gradient: Array, entropy_gradient: float, value_gradient: Array | None
+    ) -> None:
+        """Writes the gradient of the last `evaluate` into the flat tensor.
+
+        Args:
+            logprob_gradient: ∂loss/∂log π of each row, (B,).
+            entropy_gradient: ∂loss/∂entropy of each row.
+            value_gradient: ∂loss/∂V of each row, (B,); None without a critic.
+        """
+        outputs = self.head.backward(logprob_gradient, entropy_gradient)
+        outputs.sum(1, out=self.action_bias_gradient)
+        gradient = torch.from_numpy(outputs)
+        torch.mm(gradient, self._actor_latent, out=self.action_weight_gradient)
+        torch.mm(gradient.T, self.action_weight, out=self.towers[0].output_gradient[0])
+        if value_gradient is not None:
+            value_gradient.sum(keepdims=True, out=self.value_bias_gradient)
+            gradient = torch.from_numpy(value_gradient)
+            torch.mv(self._critic_latent.T, gradient, out=self.value_weight_gradient)
+            target = self.towers[-1].output_gradient[-1]
+            torch.mul(gradient[:, None], self.value_weight, out=target)
+        for tower in self.towers:
+            tower.backward()
+
+
+class Actor:
+    """Samples actions for a rollout, during which the weights do not change.
+
+    Args:
+        network: The network.
+    """
+
+    def __init__(self, network: FusedActorCritic) -> None:
+        self._network = network
+        tower = network.towers[0]
+        self._layers = [
+            (weight[0].numpy().T, bias[0].numpy())
+            for weight, bias in zip(tower.weights, tower.biases, strict=True)
+        ]
+        self._activation = np.tanh if tower.activate is torch.tanh_ else _relu
+        self._action_weight = network.action_weight.numpy().T
+        self._action_bias = network.action_bias[:, 0]
+        self.reset_noise = network.head.reset_noise
+
+    def __call__(self, features: Array) -> NDArray[Any]:
+        """Returns an action for each row of features, float32 (n, D)."""
+        hidden = features
+        for weight, bias in self._layers:
+            hidden = np.dot(hidden, weight)
+            hidden += bias
+            hidden = self._activation(hidden, out=hidden)
+        outputs = np.dot(hidden, self._action_weight)
+        outputs += self._action_bias
+        return self._network.head.sample(outputs, hidden)
+
+
+def _relu(values: Array, out: Array) -> Array:
+    return np.maximum(values, 0, out=out)
+
+
+def _linear_layers(network: torch.nn.Sequential) -> list[torch.nn.Linear]:
+    return list(network[::2])  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""All parameters of a policy in one array, and their optimiser step in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.optim.adam import adam
+
+
+class FlatParameters:
+    """Parameters, gradients and Adam's moments as four flat tensors.
+
+    The parameters stay those of the policy, and the moments those of its optimiser: both become
+    views of the flat tensors, so that saving, loading and the plain path go on with the same state.
+
+    Args:
+        parameters: What is trained, in the order in which it lies in the flat tensors.
+        optimizer: The policy's.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Adam
+    ) -> None:
+        self.parameters = list(parameters)
+        self.optimizer = optimizer
+        self.offsets = [0]
+        for parameter in self.parameters:
+            self.offsets.append(self.offsets[-1] + parameter.numel())
+        size = self.offsets[-1]
+        self.values, self.gradients = torch.empty(size), torch.zeros(size)
+        self._moments = {"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
+        self._step = torch.zeros(())
+        self.attach()
+
+    def attach(self) -> None:
+        """Takes the state of policy and optimiser as it is now, wherever it was moved to."""
+        states = self.optimizer.state
+        for index, parameter in enumerate(self.parameters):
+            _adopt(parameter.data, view := self.view(self.values, index))
+            parameter.data = view
+            parameter.grad = self.view(self.gradients, index)
+            state = states[parameter]
+            self._step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
+            for name, moment in self._moments.items():
+                view = self.view(moment, index)
+                _adopt(state.get(name, torch.zeros(())), view)
+                state[name] = view
+
+    def view(self, flat: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
+        """Returns parameters first, first + 1, ..., all of the same shape, as one tensor.
+
+        Args:
+            flat: One of the flat tensors.
+            first: Index of the first parameter.
+            count: How many; more than one gives a leading dimension (count, ...).
+        """
+        shape = self.parameters[first].shape
+        part = flat[self.offsets[first] : self.offsets[first + count]]
+        return part.view(shape) if count == 1 else part.view(count, *shape)
+
+    def step(self, max_grad_norm: float) -> float:
+        """Clips the gradients to a norm, takes a step of Adam, and returns the norm before."""
+        norm = float(torch.linalg.vector_norm(self.gradients))
+        if (factor := max_grad_norm / (norm + 1e-6)) < 1:
+            self.gradients.mul_(factor)
+        group = self.optimizer.param_groups[0]
+        beta1, beta2 = group["betas"]
+        adam(
+            [self.values],
+            [self.gradients],
+            [self._moments["exp_avg"]],
+            [self._moments["exp_avg_sq"]],
+            [],
+            [self._step],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+        return norm
+
+    def detach(self) -> None:
+        """Gives the optimiser its count of steps back."""
+        for parameter in self.parameters:
+            self.optimizer.state[parameter]["step"] = self._step.clone()
+
+
+def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimiser is Adam with nothing but a learning rate, betas and epsilon."""
+    group = optimizer.param_groups[0]
+    return (
+        type(optimizer) is torch.optim.Adam
+        and len(optimizer.param_groups) == 1
+        and not (group["weight_decay"] or group["amsgrad"] or group["maximize"])
+    )
+
+
+def _adopt(source: torch.Tensor, view: torch.Tensor) -> None:
+    if source.data_ptr() != view.data_ptr():
+        view.copy_(source)
