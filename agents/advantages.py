@@ -8,6 +8,7 @@ Steps outside a mask are never read, and get 0. No gradient flows through advant
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from agents.masked import masked_var, masked_whiten
@@ -85,17 +86,29 @@ def gae(
                 "value of the state after each row."
             )
         last_values = torch.zeros_like(values[:, 0])
-    advantages = torch.zeros_like(values)
-    next_value, next_advantage = last_values, torch.zeros_like(last_values)
-    for t in reversed(range(values.shape[1])):
-        end = ended[:, t]
-        after = torch.where(end, torch.where(truncated[:, t], final_values[:, t], 0.0), next_value)
-        delta = rewards[:, t] + gamma * after - values[:, t]
-        advantage = delta + gamma * gae_lambda * torch.where(end, 0.0, next_advantage)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    following = torch.cat([values, last_values[:, None]], 1)[:, 1:]
+    if not bool(mask.all()):
+        # The value of the next step that is in the mask.
+        columns = torch.arange(values.shape[1] + 1, device=mask.device)
+        extended = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        nearest = torch.where(extended, columns, len(columns)).flip(1).cummin(1).values.flip(1)
+        following = torch.cat([values, last_values[:, None]], 1).gather(1, nearest[:, 1:])
+    after = torch.where(ended, torch.where(truncated, final_values, 0.0), following)
+    deltas = torch.where(mask, rewards + gamma * after - values, 0.0)
+    decays = torch.full_like(values, gamma * gae_lambda).masked_fill(ended, 0.0)
+    decays = decays.masked_fill(~mask, 1.0)
+    advantages = torch.where(mask, _backward_sums(deltas, decays), 0.0)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def _backward_sums(terms: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    """The recursion s_t = x_t + d_t·s_{t+1} along each row, (B, T)."""
+    # In numpy, with time in front: a step costs little more than its arithmetic.
+    steps = terms.T.cpu().numpy().copy()
+    factors = np.ascontiguousarray(decays.T.cpu().numpy())
+    for t in range(len(steps) - 2, -1, -1):
+        steps[t] += factors[t] * steps[t + 1]
+    return torch.from_numpy(steps).T.to(terms.device)
 
 
 def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:

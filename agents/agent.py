@@ -66,9 +66,8 @@ def is_language_policy(policy: str | type[BasePolicy]) -> bool:
 class Agent(BaseAlgorithm):
     """A policy-gradient agent for any environment, text or not.
 
-    A subclass says which advantages it uses (`compute_advantages`) and which `objective`; everything
-    else is here. The loop is: collect, shape rewards, advantages,
-    mini-batches, one optimiser step each.
+    A subclass says which advantages it uses (`compute_advantages`) and which `objective`; the rest
+    is here. The loop is: collect, shape rewards, advantages, mini-batches, one optimiser step each.
 
     Args:
         policy: ``"LMPolicy"`` for text; ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``
@@ -223,8 +222,8 @@ class Agent(BaseAlgorithm):
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         if isinstance(env, VectorEnv):
-            env = GymVecEnv(env)
-            env = VecMonitor(env) if monitor_wrapper else env
+            env = GymVecEnv(env, allow_late=True)
+            env = VecMonitor(env) if monitor_wrapper and not env.restarts_late else env
         return BaseAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     def _setup_model(self) -> None:
@@ -529,16 +528,18 @@ class Agent(BaseAlgorithm):
             batch = batch.as_transitions()
         update = self._choose_update(batch)
         statistics: dict[str, list[float]] = defaultdict(list)
-        for _ in range(self.n_epochs):
-            rows = self.shuffling.permutation(len(batch))
-            keep_going = all(
-                self._train_mini_batch(update, mini_batch, statistics)
-                for mini_batch in update.mini_batches(rows, self.batch_size or len(rows))
-            )
-            self._n_updates += 1
-            if not keep_going:
-                break
-        update.finish()
+        try:
+            for _ in range(self.n_epochs):
+                rows = self.shuffling.permutation(len(batch))
+                keep_going = all(
+                    self._train_mini_batch(update, mini_batch, statistics)
+                    for mini_batch in update.mini_batches(rows, self.batch_size or len(rows))
+                )
+                self._n_updates += 1
+                if not keep_going:
+                    break
+        finally:
+            update.finish()
         for name, values in statistics.items():
             self.logger.record(f"train/{name}", sum(values) / len(values))
         if self.uses_critic and batch.values is not None and batch.returns is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,16 +16,17 @@ import torch
 from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.utils import obs_as_tensor
-from stable_baselines3.common.vec_env import VecEnv, VecMonitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
 
+from agents.fused import Actor
 from agents.policies import LMPolicy
 from agents.sampling import sample_tokens, sampling_uniforms
 from agents.trajectories import Observations, Trajectories
 from textrl_env.core import ScoredCompletions, TokenMDP
 from textrl_env.logprobs import pad_left, pad_right
-from textrl_env.sb3 import GymVecEnv
+from textrl_env.sb3 import EpisodeInfos, GymVecEnv, step_without_copies
 from textrl_env.vector_env import TextRLVectorEnv
 
 if TYPE_CHECKING:
@@ -154,35 +156,6 @@ def _replay(
     return True
 
 
-class EpisodeInfos:
-    """Return and length of each slot's episode, for environments that nothing else monitors."""
-
-    def __init__(self, num_envs: int) -> None:
-        self.returns = np.zeros(num_envs, dtype=np.float32)
-        self.lengths = np.zeros(num_envs, dtype=np.int64)
-        self.start = time.time()
-
-    def add(
-        self,
-        rewards: NDArray[np.float32],
-        rows: NDArray[np.int64],
-        dones: NDArray[np.bool_],
-        infos: list[dict[str, Any]],
-    ) -> None:
-        """Adds a step of `rows`, and ``episode`` to the infos of those that are done."""
-        self.returns[rows] += rewards[rows]
-        self.lengths[rows] += 1
-        for i in np.flatnonzero(dones).tolist():
-            infos[i].setdefault(
-                "episode",
-                {
-                    "r": float(self.returns[i]),
-                    "l": int(self.lengths[i]),
-                    "t": round(time.time() - self.start, 6),
-                },
-            )
-
-
 def _on_step(
     agent: Agent, callback: BaseCallback, steps_taken: int, n_steps: int, **shown: Any
 ) -> bool:
@@ -268,8 +241,9 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
     active = np.ones(n, dtype=np.bool_)
     first_obs: Any = obs
     steps: list[tuple[Any, ...]] = []
+    clip = _clipping(agent)
     while active.any():
-        _reset_noise(agent, len(steps))
+        _reset_noise(agent, len(steps), agent.policy.reset_noise)
         actions, log_probs, values = _act(agent, obs, uniforms, len(steps))
         if text:
             assert agent.mdp is not None
@@ -277,7 +251,7 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
             actions = np.where(active, actions, np.argmax(agent.mdp.token_mask(0)))
             if agent.mdp.config.kl_mode == "policy":
                 _report_logprobs(env, log_probs.double().cpu().numpy())
-        clipped_actions = _clip(agent, actions)
+        clipped_actions = clip(actions)
         new_obs, rewards, dones, infos = env.step(clipped_actions)
         for i in np.flatnonzero(~active | dones).tolist():
             if not active[i]:
@@ -335,20 +309,21 @@ def _report_logprobs(env: VecEnv, logprobs: NDArray[np.float64]) -> None:
             env.env_method("report_logprobs", logprob, indices=[i])
 
 
-def _reset_noise(agent: Agent, n_steps: int) -> None:
+def _reset_noise(agent: Agent, n_steps: int, reset_noise: Callable[[int], None]) -> None:
     """Draws new noise for state-dependent exploration, as often as asked for."""
     frequency = agent.sde_sample_freq
     if agent.use_sde and (n_steps == 0 or (frequency > 0 and n_steps % frequency == 0)):
-        agent.policy.reset_noise(agent.n_envs)
+        reset_noise(agent.n_envs)
 
 
-def _clip(agent: Agent, actions: NDArray[Any]) -> NDArray[Any]:
-    """Actions that the environment takes: unscaled or clipped, never what is stored."""
+def _clipping(agent: Agent) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """Makes actions what the environment takes: unscaled or clipped, never what is stored."""
     if not isinstance(agent.action_space, spaces.Box):
-        return actions
+        return lambda actions: actions
     if agent.policy.squash_output:
-        return agent.policy.unscale_action(actions)
-    return np.clip(actions, agent.action_space.low, agent.action_space.high)
+        return agent.policy.unscale_action
+    low, high = agent.action_space.low, agent.action_space.high
+    return lambda actions: np.minimum(np.maximum(actions, low), high)
 
 
 def _episode_trajectories(
@@ -388,10 +363,14 @@ def _episode_trajectories(
         )
     if agent.uses_critic:
         for i, t in zip(*np.nonzero(truncated), strict=True):
-            final_values[i, t] = _value(agent, infos[t][i]["terminal_observation"])
+            final = _batch_of_one(infos[t][i]["terminal_observation"])
+            with torch.no_grad():
+                final_values[i, t] = agent.policy.predict_values(
+                    obs_as_tensor(final, agent.device)
+                )[0, 0]
     device = agent.device
     return Trajectories(
-        observations=_stack([obs_as_tensor(o, device) for o in obs]),
+        observations=_stack(obs, device),
         actions=torch.from_numpy(np.stack(actions, 1)).to(device),
         mask=torch.from_numpy(mask).to(device),
         logprobs=torch.from_numpy(np.stack(logprobs, 1)).float().to(device),
@@ -413,30 +392,56 @@ _TEXT_KEYS = ("input_ids", "attention_mask")
 def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | None:
     """Takes `n_steps` steps in every slot, across the ends of episodes, as PPO does on control.
 
+    A vector environment that restarts episodes one step late spends a step on it, which is left
+    out of the mask.
+
     Returns:
         The trajectories, or None where a callback stopped the training.
     """
     env: VecEnv | None = agent.env
     assert env is not None
     assert agent._last_obs is not None
+    assert agent.n_steps is not None
     start = time.perf_counter()
     callback.on_rollout_start()
+    watched = not (isinstance(callback, ConvertCallback) and callback.callback is None)
+    # Where nobody looks at single steps, log-probabilities and values wait for the end.
+    actor = None
+    if agent.network is not None and not watched and not agent.subtracts_kl:
+        actor = Actor(agent.network)
+    clip = _clipping(agent)
+    step = env.step
+    if actor is not None and type(env) is DummyVecEnv and env.keys == [None]:
+        step = partial(step_without_copies, env)
+    late = isinstance(env, GymVecEnv) and env.restarts_late
+    everyone = np.ones(env.num_envs, dtype=np.bool_)
+    log_probs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     steps = []
-    new_obs: Any = None
-    assert agent.n_steps is not None
+    finals: list[tuple[int, int, Any]] = []  # slot, step and observation of each truncation
     for n_steps in range(agent.n_steps):
-        _reset_noise(agent, n_steps)
-        obs = agent._last_obs
-        actions, log_probs, values = _act(agent, obs, None, n_steps)
-        clipped_actions = _clip(agent, actions)
-        new_obs, rewards, dones, infos = env.step(clipped_actions)
-        shaped = _shaped_rewards(
-            agent, rewards.astype(np.float64), log_probs.cpu().numpy(), _charged(infos)
-        )
-        keep_going = _on_step(
+        obs: Any = agent._last_obs
+        if actor is None:
+            _reset_noise(agent, n_steps, agent.policy.reset_noise)
+            actions, log_probs, values = _act(agent, obs, None, n_steps)
+        else:
+            _reset_noise(agent, n_steps, actor.reset_noise)
+            actions = actor(obs)
+        clipped_actions = clip(actions)
+        new_obs, rewards, dones, infos = step(clipped_actions)
+        rewards = rewards.astype(np.float32, copy=False)
+        taken = ~env.restarted if late else everyone  # type: ignore[attr-defined]
+        if agent.subtracts_kl:
+            assert log_probs is not None
+            rewards = _shaped_rewards(
+                agent, rewards.astype(np.float64), log_probs.cpu().numpy(), _charged(infos)
+            )
+        if not watched:
+            agent.num_timesteps += int(np.count_nonzero(taken))
+        elif not _on_step(
             agent,
             callback,
-            env.num_envs,
+            int(np.count_nonzero(taken)),
             n_steps,
             n_rollout_steps=agent.n_steps,
             obs_tensor=obs_as_tensor(obs, agent.device),
@@ -445,60 +450,72 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
             log_probs=log_probs,
             values=values,
             new_obs=new_obs,
-            rewards=shaped,
+            rewards=rewards,
             dones=dones,
             infos=infos,
-        )
-        if not keep_going:
+        ):
             return None
         agent._update_info_buffer(infos, dones)
-        truncated = np.array([info.get("TimeLimit.truncated", False) for info in infos])
-        final_values = torch.zeros(env.num_envs, device=agent.device)
-        for i in np.flatnonzero(truncated):
-            final_values[i] = _value(agent, infos[i]["terminal_observation"])
-        steps.append(
-            (obs_as_tensor(obs, agent.device), actions, log_probs, values, shaped, dones,
-             truncated, final_values)
-        )  # fmt: skip
-        agent._last_obs = new_obs
+        truncated = np.zeros(env.num_envs, dtype=np.bool_)
+        if dones.any():
+            for i in np.flatnonzero(dones).tolist():
+                if infos[i].get("TimeLimit.truncated", False):
+                    truncated[i] = True
+                    finals.append((i, n_steps, infos[i]["terminal_observation"]))
+        steps.append((obs, actions, log_probs, values, rewards, dones, truncated, taken))
+        agent._last_obs = new_obs  # type: ignore[assignment]
         agent._last_episode_starts = dones
-    with torch.no_grad():
-        last_values = agent.policy.predict_values(obs_as_tensor(new_obs, agent.device)).flatten()
-    agent.rollout_seconds = time.perf_counter() - start
-    obs_steps, actions_steps, logprobs, value_steps, rewards_steps, dones_steps, cut, finals = zip(
+    observations, all_actions, *evaluated, all_rewards, all_dones, cut, mask = zip(
         *steps, strict=True
     )
     device = agent.device
-    done = np.stack(dones_steps, 1)
-    truncated = np.stack(cut, 1)
-    reward_tensor = torch.from_numpy(np.stack(rewards_steps, 1)).to(device)
-    return Trajectories(
-        observations=_stack(obs_steps),
-        actions=torch.from_numpy(np.stack(actions_steps, 1)).to(device),
-        mask=torch.ones(done.shape, dtype=torch.bool, device=device),
-        logprobs=torch.stack(logprobs, 1),
+    done, truncated = np.stack(all_dones, 1), np.stack(cut, 1)
+    reward_tensor = torch.from_numpy(np.stack(all_rewards, 1)).to(device)
+    batch = Trajectories(
+        observations=_stack(observations, device),
+        actions=torch.from_numpy(np.stack(all_actions, 1)).to(device),
+        mask=torch.from_numpy(np.stack(mask, 1)).to(device),
+        logprobs=reward_tensor,
         rewards=reward_tensor,
         task_rewards=reward_tensor,
         terminated=torch.from_numpy(done & ~truncated).to(device),
         truncated=torch.from_numpy(truncated).to(device),
         groups=torch.arange(env.num_envs, device=device),
         valid=torch.ones(env.num_envs, dtype=torch.bool, device=device),
-        values=torch.stack(value_steps, 1),
-        final_values=torch.stack(finals, 1),
-        last_values=last_values,
     )
-
-
-def _value(agent: Agent, observation: Any) -> torch.Tensor:
+    if actor is None:
+        batch.logprobs, batch.values = (torch.stack(tensors, 1) for tensors in evaluated)
+    else:
+        batch.logprobs, batch.values = actor.evaluate(batch.observations, batch.actions)
+    ends = [agent._last_obs, *(_batch_of_one(observation) for _, _, observation in finals)]
     with torch.no_grad():
-        return agent.policy.predict_values(agent.policy.obs_to_tensor(observation)[0])[0, 0]
+        end_values = agent.policy.predict_values(obs_as_tensor(_concatenate(ends), device))[:, 0]
+    batch.last_values = end_values[: env.num_envs]
+    batch.final_values = torch.zeros(done.shape, device=device)
+    for (i, t, _), value in zip(finals, end_values[env.num_envs :], strict=True):
+        batch.final_values[i, t] = value
+    agent.rollout_seconds = time.perf_counter() - start
+    return batch
 
 
-def _stack(observations: Any) -> Observations:
-    """Per-step tensors (or dictionaries of them), each (n, ...), as (n, T, ...)."""
+def _stack(observations: Any, device: torch.device) -> Observations:
+    """Per-step arrays (or dictionaries of them), each (n, ...), as tensors (n, T, ...)."""
     if isinstance(observations[0], Mapping):
-        return {key: torch.stack([o[key] for o in observations], 1) for key in observations[0]}
-    return torch.stack(list(observations), 1)
+        stacked = {key: np.stack([o[key] for o in observations], 1) for key in observations[0]}
+        return {key: torch.from_numpy(array).to(device) for key, array in stacked.items()}
+    return torch.from_numpy(np.stack(observations, 1)).to(device)
+
+
+def _batch_of_one(observation: Any) -> Any:
+    if isinstance(observation, Mapping):
+        return {key: value[None] for key, value in observation.items()}
+    return observation[None]
+
+
+def _concatenate(observations: list[Any]) -> Any:
+    if isinstance(observations[0], Mapping):
+        return {key: np.concatenate([o[key] for o in observations]) for key in observations[0]}
+    return np.concatenate(observations)
 
 
 def _get(observations: Any, i: int) -> Any:

@@ -80,7 +80,7 @@ class Clipped(Objective):
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         bounded = _bound(log_ratio)
         ratio = np.exp(bounded)
-        unclipped = -advantages * ratio
+        unclipped: Array = -advantages * ratio
         clipped = -advantages * np.minimum(np.maximum(ratio, 1 - self.clip_range), 1 + high)
         is_clipped = clipped > unclipped
         loss = np.maximum(unclipped, clipped)
@@ -90,7 +90,7 @@ class Clipped(Objective):
         if self.clip_range_lower is not None:
             bound = -advantages * np.float32(self.clip_range_lower)
             binds = (advantages < 0) & (loss > bound)
-            loss = np.where(binds, bound, loss)
+            loss[binds] = bound[binds]
             statistics["clip_fraction_lower"] = binds.astype(np.float32)
             flat |= binds
         unclipped[flat] = 0.0
@@ -112,12 +112,12 @@ class KLPenalty(Objective):
     def derivative(self, log_ratio: Array, advantages: Array) -> Derivative:
         """Returns loss, derivative and statistics, see `Objective`."""
         bounded = _bound(log_ratio)
-        unclipped = -advantages * np.exp(bounded)
-        excess = np.expm1(bounded)
-        loss = unclipped + self.kl_coef * (excess - bounded)
-        gradient = unclipped + self.kl_coef * excess
-        gradient[bounded != log_ratio] = 0.0
-        return loss, gradient, _array_statistics(log_ratio)
+        unclipped: Array = -advantages * np.exp(bounded)
+        excess, kl_coef = np.expm1(bounded), np.float32(self.kl_coef)
+        loss = unclipped + kl_coef * (excess - bounded)
+        unclipped += kl_coef * excess
+        unclipped[bounded != log_ratio] = 0.0
+        return loss, unclipped, _array_statistics(log_ratio)
 
 
 def clipped_objective(
@@ -383,7 +383,9 @@ def _check_clip_ranges(low: float, high: float | None, dual: float | None = None
 
 def _clip(ratio: torch.Tensor, clip_range: float, clip_range_high: float | None) -> torch.Tensor:
     _check_clip_ranges(clip_range, clip_range_high)
-    return ratio.clamp(1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high))
+    return ratio.clamp(
+        1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
+    )
 
 
 def _statistics(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +46,7 @@ class AutogradUpdate:
         """
         agent = self.agent
         if agent.normalize_advantage:
-            _normalize_advantages(mini_batch)
+            mini_batch = _normalize_advantages(mini_batch)
         norm_length = agent.mdp.max_new_tokens if agent.mdp is not None else None
         weights = aggregation_weights(mini_batch.loss_mask, agent.loss_aggregation, norm_length)
         mean = aggregation_weights(mini_batch.loss_mask, "token-mean")
@@ -100,10 +101,11 @@ class AutogradUpdate:
         return loss, terms
 
 
-def _normalize_advantages(batch: Trajectories) -> None:
+def _normalize_advantages(batch: Trajectories) -> Trajectories:
     """Normalises the advantages over the mini-batch, as Stable-Baselines3 does."""
-    if int(batch.loss_mask.sum()) > 1:
-        assert batch.advantages is not None
-        mean = masked_mean(batch.advantages, batch.loss_mask)
-        std = masked_var(batch.advantages, batch.loss_mask).sqrt()
-        batch.advantages = (batch.advantages - mean) / (std + 1e-8)
+    if int(batch.loss_mask.sum()) < 2:
+        return batch
+    assert batch.advantages is not None
+    mean = masked_mean(batch.advantages, batch.loss_mask)
+    std = masked_var(batch.advantages, batch.loss_mask).sqrt()
+    return replace(batch, advantages=(batch.advantages - mean) / (std + 1e-8))

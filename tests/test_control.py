@@ -13,6 +13,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from textrl_env.sb3 import GymVecEnv
 
 
 class Recorder(BaseCallback):
@@ -241,10 +242,46 @@ def test_dict_observations_and_all_action_spaces():
                 assert agent.rollout_buffer.actions.shape[2:] == action_space.shape
 
 
-def test_vectors_that_restart_late_or_share_their_arrays():
-    """Gymnasium's native CartPole restarts one step late, and is refused; copies are made."""
+def test_vectors_that_restart_late():
+    """Gymnasium's native CartPole spends a step on each restart: no part of anything learnt."""
+    native = gym.make_vec("CartPole-v1", num_envs=4)
     with pytest.raises(ValueError, match="vectorization_mode='sync'"):
-        PPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4))
+        GymVecEnv(native)
+    recorder = Recorder()
+    agent = PPO("MlpPolicy", native, n_steps=128, seed=0)
+    agent.learn(1, callback=recorder)
+    batch = agent.rollout_buffer
+    ended = batch.terminated | batch.truncated
+    assert ended.sum() > 10
+    # The step after an end is the restart: its action was ignored and its reward is 0.
+    assert torch.equal(~batch.mask[:, 1:], ended[:, :-1])
+    assert (batch.rewards[batch.mask] == 1).all()
+    assert agent.num_timesteps == int(batch.mask.sum())
+    starts = batch.observations[:, 1:][~batch.mask[:, :-1]]
+    assert starts.abs().max() <= 0.05
+    assert len(batch.as_transitions()) == agent.num_timesteps
+    # Episodes have their true length, and returns end with them.
+    agent.compute_advantages(batch)
+    [slot, end] = torch.nonzero(ended)[0].tolist()
+    assert agent.ep_info_buffer[0]["l"] == agent.ep_info_buffer[0]["r"] >= 8
+    lengths = sorted(info["l"] for info in agent.ep_info_buffer)
+    assert sum(lengths) + 4 * 128 - int(batch.mask.sum()) <= 4 * 128
+    torch.testing.assert_close(batch.returns[slot, end], torch.tensor(1.0))
+
+
+def test_a_late_vector_without_a_callback_gives_the_same_rollout():
+    rollouts = []
+    for callback in (None, Recorder()):
+        agent = PPO("MlpPolicy", gym.make_vec("CartPole-v1", num_envs=4), n_steps=64, seed=0)
+        agent.learn(1, callback=callback)
+        rollouts.append(agent.rollout_buffer)
+    for name in ("observations", "actions", "mask", "rewards", "terminated"):
+        assert torch.equal(getattr(rollouts[0], name), getattr(rollouts[1], name)), name
+    for name in ("logprobs", "values", "last_values"):
+        torch.testing.assert_close(getattr(rollouts[0], name), getattr(rollouts[1], name))
+
+
+def test_vectors_that_share_their_arrays():
     shared = gym.make_vec(
         "CartPole-v1", 2, vectorization_mode="sync", vector_kwargs={"copy": False}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.buffers import DictRolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import is_wrapped
-from stable_baselines3.common.vec_env import VecEnv, unwrap_vec_normalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, unwrap_vec_normalize
 
 from textrl_env.vector_env import TextRLVectorEnv
 
@@ -38,13 +39,19 @@ class GymVecEnv(VecEnv):
     Options that differ between the slots reach ``reset`` as arrays (N,), which ``TextRL-v0`` takes
     and Gymnasium's own vector environments do not.
 
+    A native vector in mode ``NEXT_STEP``, such as Gymnasium's CartPole or those of EnvPool, cannot
+    be told to do so. For a caller that knows (`allow_late`), its restarts take a step of their own:
+    `restarted` says for which slots the last step was one, whose action was ignored and whose
+    observation begins an episode.
+
     Args:
         venv: Vector environment in mode ``SAME_STEP``, or one whose ``reset`` heeds
             ``reset_mask``: ours, Gymnasium's `SyncVectorEnv` and `AsyncVectorEnv`, or any in mode
-            ``DISABLED``.
+            ``DISABLED``. With `allow_late` any.
+        allow_late: The caller leaves the steps in `restarted` out.
 
     Raises:
-        ValueError: Episodes cannot be restarted within the step.
+        ValueError: Episodes cannot be restarted within the step, and `allow_late` is not set.
 
     Examples:
         >>> import gymnasium as gym
@@ -54,9 +61,12 @@ class GymVecEnv(VecEnv):
         True
     """
 
-    def __init__(self, venv: VectorEnv[Any, Any, Any]) -> None:
+    def __init__(self, venv: VectorEnv[Any, Any, Any], *, allow_late: bool = False) -> None:
         mode = venv.metadata.get("autoreset_mode")
-        if mode == AutoresetMode.NEXT_STEP and not isinstance(venv.unwrapped, _RESET_BY_MASK):
+        self.restarts_late = mode == AutoresetMode.NEXT_STEP and not isinstance(
+            venv.unwrapped, _RESET_BY_MASK
+        )
+        if self.restarts_late and not allow_late:
             raise ValueError(
                 f"{venv} restarts an episode by itself one step late, and cannot be told to do so "
                 "at once; make it with gym.make_vec(..., vectorization_mode='sync')."
@@ -66,10 +76,18 @@ class GymVecEnv(VecEnv):
         self._shared = getattr(venv.unwrapped, "copy", True) is False
         self._same_step = mode == AutoresetMode.SAME_STEP
         self._actions: Any = None
+        self._restart()
         super().__init__(venv.num_envs, venv.single_observation_space, venv.single_action_space)
+
+    def _restart(self) -> None:
+        """No slot waits for a restart, and all episodes are new."""
+        self.restarted = np.zeros(self.venv.num_envs, dtype=np.bool_)
+        self._ended = self.restarted
+        self._episodes = EpisodeInfos(self.venv.num_envs)
 
     def reset(self) -> Any:
         """Restarts every slot with the seeds and options that were set; returns observations."""
+        self._restart()
         seed, options = self._merged_seeds(), self._merged_options()
         try:
             observations, infos = self.venv.reset(seed=seed, options=options)  # type: ignore[arg-type]
@@ -109,6 +127,8 @@ class GymVecEnv(VecEnv):
 
     def step_wait(self) -> tuple[Any, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
         """Steps every slot and restarts those whose episode ended."""
+        if self.restarts_late:
+            return self._step_late()
         observations, rewards, terminated, truncated, infos = self.venv.step(self._actions)
         dones = terminated | truncated
         final_infos = split_infos(infos.pop("final_info", {}), self.num_envs)
@@ -131,6 +151,21 @@ class GymVecEnv(VecEnv):
         if self._shared:
             observations = deepcopy(observations)
         return observations, rewards.astype(np.float32), dones, split
+
+    def _step_late(
+        self,
+    ) -> tuple[Any, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
+        observations, rewards, terminated, truncated, infos = self.venv.step(self._actions)
+        dones = terminated | truncated
+        split = split_infos(infos, self.num_envs)
+        for i in np.flatnonzero(dones).tolist():
+            split[i]["terminal_observation"] = _slot(observations, i)
+            split[i]["TimeLimit.truncated"] = bool(truncated[i] and not terminated[i])
+        self.restarted, self._ended = self._ended, dones
+        rewards = rewards.astype(np.float32)
+        # `VecMonitor` would count the restarts.
+        self._episodes.add(rewards, ~self.restarted, dones, split)
+        return observations, rewards, dones, split
 
     def close(self) -> None:
         """Closes the vector environment."""
@@ -200,6 +235,77 @@ class GymVecEnv(VecEnv):
     def _has_parts(self) -> bool:
         """Whether the vector environment is made of single ones."""
         return isinstance(self._parts, SyncVectorEnv | AsyncVectorEnv)
+
+
+class EpisodeInfos:
+    """Return and length of each slot's episode, for environments that nothing else monitors.
+
+    Args:
+        num_envs: Number of slots N.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.returns = np.zeros(num_envs, dtype=np.float32)
+        self.lengths = np.zeros(num_envs, dtype=np.int64)
+        self.start = time.time()
+
+    def add(
+        self,
+        rewards: NDArray[np.float32],
+        rows: NDArray[Any],
+        dones: NDArray[np.bool_],
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Adds a step, and ``episode`` to the infos of the slots that are done.
+
+        Args:
+            rewards: (N,).
+            rows: Slots that took the step, as indices or bool (N,).
+            dones: bool (N,).
+            infos: One for each slot; changed.
+        """
+        self.returns[rows] += rewards[rows]
+        self.lengths[rows] += 1
+        for i in np.flatnonzero(dones).tolist():
+            infos[i].setdefault(
+                "episode",
+                {
+                    "r": float(self.returns[i]),
+                    "l": int(self.lengths[i]),
+                    "t": round(time.time() - self.start, 6),
+                },
+            )
+        self.returns[dones] = 0.0
+        self.lengths[dones] = 0
+
+
+def step_without_copies(
+    env: DummyVecEnv, actions: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
+    """Steps a `DummyVecEnv` as its own ``step`` does, without its deep copies.
+
+    Args:
+        env: Vector environment whose observations are arrays.
+        actions: One for each slot.
+
+    Returns:
+        Observations, rewards, ends and infos; the infos are the environments' own.
+    """
+    space: Any = env.observation_space
+    observations = np.empty((env.num_envs, *space.shape), dtype=space.dtype)
+    rewards = np.empty(env.num_envs, dtype=np.float32)
+    dones = np.zeros(env.num_envs, dtype=np.bool_)
+    infos = []
+    for i, single in enumerate(env.envs):
+        observation, rewards[i], terminated, truncated, info = single.step(actions[i])
+        info["TimeLimit.truncated"] = truncated and not terminated
+        if terminated or truncated:
+            dones[i] = True
+            info["terminal_observation"] = observation
+            observation, env.reset_infos[i] = single.reset()
+        observations[i] = observation
+        infos.append(info)
+    return observations, rewards, dones, infos
 
 
 def split_infos(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.distributions import (
     CategoricalDistribution,
@@ -14,22 +16,28 @@ from stable_baselines3.common.distributions import (
 )
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import MlpExtractor
+from stable_baselines3.common.utils import obs_as_tensor
 
 from agents.fused.heads import Array, CategoricalHead, GaussianHead, Head, StateDependentHead
 from agents.fused.parameters import FlatParameters, is_plain_adam
 from agents.fused.towers import ACTIVATIONS, Towers
+from agents.trajectories import Observations
+
+_CHUNK = 2048
 
 
 class FusedActorCritic:
     """The networks of an `ActorCriticPolicy` that `supports` accepts.
 
     Args:
-        policy: The policy; its parameters become views of one tensor.
+        policy: The `ActorCriticPolicy`; its parameters become views of one tensor.
         critic: Whether the value network is trained, too.
     """
 
-    def __init__(self, policy: ActorCriticPolicy, critic: bool) -> None:
+    def __init__(self, policy: Any, critic: bool) -> None:
         self.policy, self.critic = policy, critic
+        space = policy.observation_space
+        self._vectors = isinstance(space, spaces.Box) and len(space.shape) == 1
         actor_layers = _linear_layers(policy.mlp_extractor.policy_net)
         critic_layers = _linear_layers(policy.mlp_extractor.value_net) if critic else []
         activation = type(policy.mlp_extractor.policy_net[1])
@@ -49,7 +57,7 @@ class FusedActorCritic:
             parameters += [policy.value_net.weight, policy.value_net.bias]
         if has_log_std := isinstance(getattr(policy, "log_std", None), torch.nn.Parameter):
             parameters.append(policy.log_std)
-        self.flat = flat = FlatParameters(parameters, policy.optimizer)  # type: ignore[arg-type]
+        self.flat = flat = FlatParameters(parameters, policy.optimizer)
         for tower, start in zip(self.towers, starts, strict=False):
             tower.attach(flat, int(start))
 
@@ -93,19 +101,25 @@ class FusedActorCritic:
                 return False
         elif type(distribution) not in (CategoricalDistribution, DiagGaussianDistribution):
             return False
-        networks = (extractor.policy_net, extractor.value_net)
+        networks: Any = (extractor.policy_net, extractor.value_net)
         return all(
             len(network) > 0
             and all(type(layer) is torch.nn.Linear for layer in network[::2])
-            and {type(layer) for layer in network[1::2]} == {type(extractor.policy_net[1])}
+            and {type(layer) for layer in network[1::2]} == {type(networks[0][1])}
             and type(network[1]) in ACTIVATIONS
             for network in networks
         )
 
     def features(self, observations: Any) -> torch.Tensor:
-        """Returns what the first layer takes, float32 (B, D)."""
+        """Returns what the first layer takes, float32 (B, D), of tensors."""
         with torch.no_grad():
-            return self.policy.extract_features(observations)  # type: ignore[return-value]
+            return self.policy.extract_features(observations)
+
+    def array_features(self, observations: Any) -> Array:
+        """The same of arrays; vectors pass as they are."""
+        if self._vectors:
+            return np.asarray(observations, dtype=np.float32)
+        return self.features(obs_as_tensor(observations, torch.device("cpu"))).numpy()
 
     @torch.no_grad()
     def forward(self, features: torch.Tensor) -> tuple[Array, torch.Tensor]:
@@ -168,6 +182,7 @@ class Actor:
 
     def __init__(self, network: FusedActorCritic) -> None:
         self._network = network
+        network.flat.attach()
         tower = network.towers[0]
         self._layers = [
             (weight[0].numpy().T, bias[0].numpy())
@@ -178,9 +193,9 @@ class Actor:
         self._action_bias = network.action_bias[:, 0]
         self.reset_noise = network.head.reset_noise
 
-    def __call__(self, features: Array) -> NDArray[Any]:
-        """Returns an action for each row of features, float32 (n, D)."""
-        hidden = features
+    def __call__(self, observations: Any) -> NDArray[Any]:
+        """Returns an action for each observation of a batch (n, ...)."""
+        hidden = self._network.array_features(observations)
         for weight, bias in self._layers:
             hidden = np.dot(hidden, weight)
             hidden += bias
@@ -189,10 +204,27 @@ class Actor:
         outputs += self._action_bias
         return self._network.head.sample(outputs, hidden)
 
+    def evaluate(
+        self, observations: Observations, actions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns log-probabilities and values of steps, (n, T), in pieces that bound memory."""
+        shape = actions.shape[:2]
+        if isinstance(observations, Mapping):
+            flat: Any = {key: value.flatten(0, 1) for key, value in observations.items()}
+        else:
+            flat = observations.flatten(0, 1)
+        features, rows = self._network.features(flat), actions.flatten(0, 1).numpy()
+        parts = [
+            self._network.evaluate(features[start : start + _CHUNK], rows[start : start + _CHUNK])
+            for start in range(0, len(rows), _CHUNK)
+        ]
+        logprobs = torch.from_numpy(np.concatenate([part[0] for part in parts]))
+        return logprobs.view(shape), torch.cat([part[2] for part in parts]).view(shape)
+
 
 def _relu(values: Array, out: Array) -> Array:
     return np.maximum(values, 0, out=out)
 
 
 def _linear_layers(network: torch.nn.Sequential) -> list[torch.nn.Linear]:
-    return list(network[::2])  # type: ignore[arg-type]
+    return [layer for layer in network if isinstance(layer, torch.nn.Linear)]

@@ -47,7 +47,12 @@ class Head(ABC):
         """Returns an action for each row of outputs (n, A) and latents (n, H)."""
 
     def reset_noise(self, num_envs: int) -> None:
-        """Draws the noise of state-dependent exploration; nothing elsewhere."""
+        """Draws the noise of state-dependent exploration.
+
+        Raises:
+            NotImplementedError: The noise does not depend on the state.
+        """
+        raise NotImplementedError("Only state-dependent exploration has noise that is reset.")
 
 
 class CategoricalHead(Head):
@@ -106,11 +111,10 @@ class GaussianHead(Head):
 
     def backward(self, logprob_gradient: Array, entropy_gradient: float) -> Array:
         """Returns the gradient of the means, see `Head`; writes that of the log deviation."""
-        rows = len(logprob_gradient)
-        square = np.square(self._noise)
+        square: Array = np.square(self._noise)
         square -= 1
         np.dot(square, logprob_gradient, out=self._log_std_gradient)
-        self._log_std_gradient += entropy_gradient * rows
+        self._log_std_gradient += np.float32(entropy_gradient * len(logprob_gradient))
         gradient: Array = self._noise / self._std
         gradient *= logprob_gradient
         return gradient
@@ -154,8 +158,8 @@ class StateDependentHead(Head):
         """Returns the gradient of the means, see `Head`; writes that of the log deviation."""
         gradient: Array = self._scaled * logprob_gradient
         # ∂log π/∂v = (d²/v² − 1/v)/2 and ∂H/∂v = 1/(2v); no gradient flows into the latents.
-        inverse = 1 / self._variance
-        variance_gradient = gradient * self._scaled
+        inverse = np.reciprocal(self._variance)
+        variance_gradient: Array = gradient * self._scaled
         variance_gradient -= inverse * (logprob_gradient - np.float32(entropy_gradient))
         # ∂v/∂log_std = 2·latent²·exp(2·log_std), and the 2 cancels the half.
         np.dot(self._squares.T, variance_gradient.T, out=self._log_std_gradient)

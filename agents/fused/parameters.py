@@ -34,17 +34,25 @@ class FlatParameters:
         self.attach()
 
     def attach(self) -> None:
-        """Takes the state of policy and optimiser as it is now, wherever it was moved to."""
-        states = self.optimizer.state
+        """Takes the policy's parameters as they are now, wherever they were moved to."""
         for index, parameter in enumerate(self.parameters):
-            _adopt(parameter.data, view := self.view(self.values, index))
-            parameter.data = view
+            view = self.view(self.values, index)
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
+    def attach_optimizer(self) -> None:
+        """Takes the optimiser's moments as they are now, and gives it the gradients."""
+        for index, parameter in enumerate(self.parameters):
             parameter.grad = self.view(self.gradients, index)
-            state = states[parameter]
+            state = self.optimizer.state[parameter]
             self._step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
             for name, moment in self._moments.items():
                 view = self.view(moment, index)
-                _adopt(state.get(name, torch.zeros(())), view)
+                if name not in state:
+                    view.zero_()
+                elif state[name].data_ptr() != view.data_ptr():
+                    view.copy_(state[name])
                 state[name] = view
 
     def view(self, flat: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
@@ -84,7 +92,7 @@ class FlatParameters:
         )
         return norm
 
-    def detach(self) -> None:
+    def detach_optimizer(self) -> None:
         """Gives the optimiser its count of steps back."""
         for parameter in self.parameters:
             self.optimizer.state[parameter]["step"] = self._step.clone()
@@ -98,8 +106,3 @@ def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
         and len(optimizer.param_groups) == 1
         and not (group["weight_decay"] or group["amsgrad"] or group["maximize"])
     )
-
-
-def _adopt(source: torch.Tensor, view: torch.Tensor) -> None:
-    if source.data_ptr() != view.data_ptr():
-        view.copy_(source)

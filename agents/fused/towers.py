@@ -53,8 +53,10 @@ class Towers:
 
     def attach(self, flat: FlatParameters, first: int) -> None:
         """Takes weights and gradients from the flat tensors, `first` being its first parameter."""
-        self.weights, self.biases = [], []
-        self.weight_gradients, self.bias_gradients = [], []
+        self.weights: list[torch.Tensor] = []
+        self.biases: list[torch.Tensor] = []
+        self.weight_gradients: list[torch.Tensor] = []
+        self.bias_gradients: list[torch.Tensor] = []
         for level in range(len(self.layers)):
             index = first + 2 * self.count * level
             for tensors, source in (

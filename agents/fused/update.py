@@ -33,6 +33,7 @@ class FusedUpdate:
         self.objective = agent.objective()
         self.clip_range_vf = agent.value_clip_range()
         network.flat.attach()
+        network.flat.attach_optimizer()
         assert batch.advantages is not None
         observations = batch.observations
         if isinstance(observations, torch.Tensor):
@@ -60,7 +61,7 @@ class FusedUpdate:
 
     def gradients(self, mini_batch: Any) -> dict[str, float]:
         """Computes the gradients of a mini-batch, and returns the means of its loss's terms."""
-        features, actions, old_logprobs, advantages, *targets = mini_batch
+        features, actions, old_logprobs, advantages, *critic = mini_batch
         agent, size = self.agent, len(actions)
         mean = np.full(size, 1 / size, dtype=np.float32)
         if agent.normalize_advantage and size > 1:
@@ -77,8 +78,11 @@ class FusedUpdate:
         )
         loss = means["policy_gradient_loss"] + agent.ent_coef * means["entropy_loss"]
         value_gradient: Array | None = None
-        if targets:
-            errors, value_gradient = _value_derivative(values.numpy(), *targets, self.clip_range_vf)
+        if critic:
+            returns, old_values = critic
+            errors, value_gradient = _value_derivative(
+                values.numpy(), returns, old_values, self.clip_range_vf
+            )
             means["value_loss"] = float(errors.dot(mean))
             value_gradient *= agent.vf_coef / size
             loss += agent.vf_coef * means["value_loss"]
@@ -93,7 +97,7 @@ class FusedUpdate:
 
     def finish(self) -> None:
         """Leaves policy and optimiser as if the plain path had trained them."""
-        self.network.flat.detach()
+        self.network.flat.detach_optimizer()
 
 
 def _value_derivative(
