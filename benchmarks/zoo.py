@@ -66,7 +66,7 @@ _WITHOUT_CRITIC: dict[AgentName, dict[str, Any]] = {
 
 
 def _episodes(n_envs: int = 16, *, norm_obs: bool = False, **arguments: Any) -> Settings:
-    """Settings without a critic; they need no scaled rewards, whose scale they remove or bear."""
+    """Settings without a critic, which do not need scaled rewards."""
     defaults = {"learning_rate": "lin_0.001", "n_epochs": 4, "batch_size": 512}
     return Settings(n_envs, norm_obs, False, defaults | arguments)
 
@@ -123,7 +123,7 @@ _LOCOMOTION = Entry(
         learning_rate=1e-3,
     ),
     # No bonus: nothing bounds the entropy of a Gaussian.
-    episodes=_episodes(16, norm_obs=True, batch_size=1024, ent_coef=0.0),
+    episodes=_episodes(norm_obs=True, batch_size=1024, ent_coef=0.0),
 )
 _HALF_CHEETAH = dataclasses.replace(
     _LOCOMOTION,
@@ -217,7 +217,7 @@ ZOO: dict[str, Entry] = {
             ent_coef=0.0,
         ),
         trpo=_settings(2, normalize=True, n_steps=1024),
-        episodes=_episodes(16, norm_obs=True),
+        episodes=_episodes(norm_obs=True),
     ),
     "MountainCar-v0": Entry(
         ppo=_settings(
@@ -230,7 +230,7 @@ ZOO: dict[str, Entry] = {
             ent_coef=0.0,
         ),
         trpo=_settings(2, normalize=True, n_steps=1024, n_critic_updates=20),
-        episodes=_episodes(16, norm_obs=True),
+        episodes=_episodes(norm_obs=True),
     ),
     "MountainCarContinuous-v0": Entry(
         total_timesteps=20_000,
@@ -270,9 +270,7 @@ ZOO: dict[str, Entry] = {
         trpo=_settings(
             2, n_steps=1024, gamma=0.9, n_critic_updates=15, use_sde=True, sde_sample_freq=4
         ),
-        episodes=_episodes(
-            16, learning_rate="lin_0.003", n_epochs=10, batch_size=400, ent_coef=0.0
-        ),
+        episodes=_episodes(learning_rate="lin_0.003", n_epochs=10, batch_size=400, ent_coef=0.0),
         gamma=0.9,
     ),
     "LunarLander-v3": Entry(
