@@ -1,4 +1,7 @@
-"""Runs the benchmarks: ``python -m benchmarks [environment] [addition]``."""
+"""Runs the benchmarks: ``python -m benchmarks [environment] [addition]``.
+
+``control`` and ``control_speed`` take hours, and run when they are named only.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-Benchmark = Literal["environment", "addition"]
+Benchmark = Literal["environment", "addition", "control", "control_speed"]
 
 
 @dataclass(frozen=True)
