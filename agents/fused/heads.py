@@ -112,10 +112,10 @@ class GaussianHead(Head):
     def backward(self, logprob_gradient: Array, entropy_gradient: float) -> Array:
         """Returns the gradient of the means, see `Head`; writes that of the log deviation."""
         square: Array = np.square(self._noise)
-        square -= 1
+        square -= np.float32(1)
         np.dot(square, logprob_gradient, out=self._log_std_gradient)
         self._log_std_gradient += np.float32(entropy_gradient * len(logprob_gradient))
-        gradient: Array = self._noise / self._std
+        gradient: Array = np.divide(self._noise, self._std)
         gradient *= logprob_gradient
         return gradient
 
