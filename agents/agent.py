@@ -561,7 +561,7 @@ class Agent(BaseAlgorithm):
         network = self.network
         if (
             network is not None
-            and network.supports(self.policy)
+            and network.fits(self.policy)
             and type(self).policy_loss is Agent.policy_loss
             and type(self).value_loss is Agent.value_loss
             and type(self).evaluate is Agent.evaluate

@@ -487,9 +487,14 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         batch.logprobs, batch.values = (torch.stack(tensors, 1) for tensors in evaluated)
     else:
         batch.logprobs, batch.values = actor.evaluate(batch.observations, batch.actions)
-    ends = [agent._last_obs, *(_batch_of_one(observation) for _, _, observation in finals)]
-    with torch.no_grad():
-        end_values = agent.policy.predict_values(obs_as_tensor(_concatenate(ends), device))[:, 0]
+    ends = _concatenate(
+        [agent._last_obs, *(_batch_of_one(observation) for _, _, observation in finals)]
+    )
+    if actor is None:
+        with torch.no_grad():
+            end_values = agent.policy.predict_values(obs_as_tensor(ends, device))[:, 0]
+    else:
+        end_values = actor.values(ends)
     batch.last_values = end_values[: env.num_envs]
     batch.final_values = torch.zeros(done.shape, device=device)
     for (i, t, _), value in zip(finals, end_values[env.num_envs :], strict=True):

@@ -61,22 +61,19 @@ class FusedActorCritic:
         for tower, start in zip(self.towers, starts, strict=False):
             tower.attach(flat, int(start))
 
-        def views(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return flat.view(flat.values, index), flat.view(flat.gradients, index)
+        def views(index: int) -> tuple[Array, Array]:
+            return flat.view(flat.values, index).numpy(), flat.view(flat.gradients, index).numpy()
 
         self.action_weight, self.action_weight_gradient = views(first)
-        action_bias, action_bias_gradient = views(first + 1)
-        # Along the columns of the outputs, (A, B).
-        self.action_bias = action_bias.numpy()[:, None]
-        self.action_bias_gradient = action_bias_gradient.numpy()
+        self.action_bias, self.action_bias_gradient = views(first + 1)
         if critic:
             self.value_weight, self.value_weight_gradient = (v[0] for v in views(first + 2))
-            self.value_bias, self.value_bias_gradient = (v.numpy() for v in views(first + 3))
+            self.value_bias, self.value_bias_gradient = views(first + 3)
         self.head: Head
         if not has_log_std:
             self.head = CategoricalHead(policy.action_net.out_features)
         else:
-            log_std, gradient = (view.numpy() for view in views(len(parameters) - 1))
+            log_std, gradient = views(len(parameters) - 1)
             if isinstance(policy.action_dist, StateDependentNoiseDistribution):
                 self.head = StateDependentHead(log_std, gradient, policy.action_dist)
             else:
@@ -110,8 +107,14 @@ class FusedActorCritic:
             for network in networks
         )
 
+    def fits(self, policy: ActorCriticPolicy) -> bool:
+        """Whether the policy still has the optimiser that it came with."""
+        return policy.optimizer is self.flat.optimizer and is_plain_adam(policy.optimizer)
+
     def features(self, observations: Any) -> torch.Tensor:
         """Returns what the first layer takes, float32 (B, D), of tensors."""
+        if self._vectors:
+            return observations.float()
         with torch.no_grad():
             return self.policy.extract_features(observations)
 
@@ -121,33 +124,35 @@ class FusedActorCritic:
             return np.asarray(observations, dtype=np.float32)
         return self.features(obs_as_tensor(observations, torch.device("cpu"))).numpy()
 
-    @torch.no_grad()
-    def forward(self, features: torch.Tensor) -> tuple[Array, torch.Tensor]:
-        """Returns the parameters of the distributions, (A, B), and the values, (B,)."""
-        hidden = [layer for tower in self.towers for layer in tower.forward(features)]
-        self._actor_latent, self._critic_latent = hidden[0], hidden[-1]
-        outputs = torch.mm(self.action_weight, self._actor_latent.T).numpy()
-        outputs += self.action_bias
-        if not self.critic:
-            return outputs, torch.zeros(len(features))
-        values = torch.mv(self._critic_latent, self.value_weight)
-        values += float(self.value_bias[0])
-        return outputs, values
-
     def evaluate(
         self, features: torch.Tensor, actions: NDArray[Any]
-    ) -> tuple[Array, Any, torch.Tensor]:
+    ) -> tuple[Array, Any, Array | None]:
         """Returns log-probabilities (B,), entropies (B,) or a number, and values (B,).
 
         Args:
             features: (B, D).
             actions: (B,) or (B, A).
         """
-        outputs, values = self.forward(features)
-        logprobs, entropies = self.head.evaluate(outputs, self._actor_latent.numpy(), actions)
-        return logprobs, entropies, values
+        self._forward(features)
+        outputs = np.dot(self.action_weight, self._actor_latent.T)
+        outputs += self.action_bias[:, None]
+        logprobs, entropies = self.head.evaluate(outputs, self._actor_latent, actions)
+        return logprobs, entropies, self._values() if self.critic else None
 
-    @torch.no_grad()
+    def values(self, features: torch.Tensor) -> Array:
+        """Returns values (B,) of features (B, D)."""
+        self._forward(features)
+        return self._values()
+
+    def _forward(self, features: torch.Tensor) -> None:
+        hidden = [layer for tower in self.towers for layer in tower.forward(features)]
+        self._actor_latent, self._critic_latent = hidden[0], hidden[-1]
+
+    def _values(self) -> Array:
+        values: Array = np.dot(self._critic_latent, self.value_weight)
+        values += self.value_bias
+        return values
+
     def backward(
         self, logprob_gradient: Array, entropy_gradient: float, value_gradient: Array | None
     ) -> None:
@@ -160,15 +165,13 @@ class FusedActorCritic:
         """
         outputs = self.head.backward(logprob_gradient, entropy_gradient)
         outputs.sum(1, out=self.action_bias_gradient)
-        gradient = torch.from_numpy(outputs)
-        torch.mm(gradient, self._actor_latent, out=self.action_weight_gradient)
-        torch.mm(gradient.T, self.action_weight, out=self.towers[0].output_gradient[0])
+        np.dot(outputs, self._actor_latent, out=self.action_weight_gradient)
+        np.dot(outputs.T, self.action_weight, out=self.towers[0].output_gradient[0])
         if value_gradient is not None:
             value_gradient.sum(keepdims=True, out=self.value_bias_gradient)
-            gradient = torch.from_numpy(value_gradient)
-            torch.mv(self._critic_latent.T, gradient, out=self.value_weight_gradient)
+            np.dot(value_gradient, self._critic_latent, out=self.value_weight_gradient)
             target = self.towers[-1].output_gradient[-1]
-            torch.mul(gradient[:, None], self.value_weight, out=target)
+            np.multiply(value_gradient[:, None], self.value_weight, out=target)
         for tower in self.towers:
             tower.backward()
 
@@ -189,8 +192,8 @@ class Actor:
             for weight, bias in zip(tower.weights, tower.biases, strict=True)
         ]
         self._activation = np.tanh if tower.activate is torch.tanh_ else _relu
-        self._action_weight = network.action_weight.numpy().T
-        self._action_bias = network.action_bias[:, 0]
+        self._action_weight = network.action_weight.T
+        self._action_bias = network.action_bias
         self.reset_noise = network.head.reset_noise
 
     def __call__(self, observations: Any) -> NDArray[Any]:
@@ -204,9 +207,14 @@ class Actor:
         outputs += self._action_bias
         return self._network.head.sample(outputs, hidden)
 
+    def values(self, observations: Any) -> torch.Tensor:
+        """Returns values (n,) of a batch of observations."""
+        features = torch.from_numpy(self._network.array_features(observations))
+        return torch.from_numpy(self._network.values(features))
+
     def evaluate(
         self, observations: Observations, actions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns log-probabilities and values of steps, (n, T), in pieces that bound memory."""
         shape = actions.shape[:2]
         if isinstance(observations, Mapping):
@@ -218,8 +226,11 @@ class Actor:
             self._network.evaluate(features[start : start + _CHUNK], rows[start : start + _CHUNK])
             for start in range(0, len(rows), _CHUNK)
         ]
-        logprobs = torch.from_numpy(np.concatenate([part[0] for part in parts]))
-        return logprobs.view(shape), torch.cat([part[2] for part in parts]).view(shape)
+        logprobs = torch.from_numpy(np.concatenate([part[0] for part in parts]).reshape(shape))
+        values = [part[2] for part in parts if part[2] is not None]
+        if not values:
+            return logprobs, None
+        return logprobs, torch.from_numpy(np.concatenate(values).reshape(shape))
 
 
 def _relu(values: Array, out: Array) -> Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.optim.adam import adam
 
 
 class FlatParameters:
@@ -31,29 +30,33 @@ class FlatParameters:
         self.values, self.gradients = torch.empty(size), torch.zeros(size)
         self._moments = {"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
         self._step = torch.zeros(())
+        indices = range(len(self.parameters))
+        self._value_views = [self.view(self.values, index) for index in indices]
+        self._gradient_views = [self.view(self.gradients, index) for index in indices]
+        self._moment_views = {
+            name: [self.view(moment, index) for index in indices]
+            for name, moment in self._moments.items()
+        }
         self.attach()
 
     def attach(self) -> None:
         """Takes the policy's parameters as they are now, wherever they were moved to."""
-        for index, parameter in enumerate(self.parameters):
-            view = self.view(self.values, index)
+        for parameter, view in zip(self.parameters, self._value_views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.data)
                 parameter.data = view
 
     def attach_optimizer(self) -> None:
         """Takes the optimiser's moments as they are now, and gives it the gradients."""
-        for index, parameter in enumerate(self.parameters):
-            parameter.grad = self.view(self.gradients, index)
-            state = self.optimizer.state[parameter]
-            self._step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
-            for name, moment in self._moments.items():
-                view = self.view(moment, index)
-                if name not in state:
-                    view.zero_()
-                elif state[name].data_ptr() != view.data_ptr():
-                    view.copy_(state[name])
-                state[name] = view
+        for parameter, view in zip(self.parameters, self._gradient_views, strict=True):
+            parameter.grad = view
+        states = [self.optimizer.state[parameter] for parameter in self.parameters]
+        self._step.copy_(torch.as_tensor(states[0].get("step", 0.0)))
+        for name, views in self._moment_views.items():
+            for state, view in zip(states, views, strict=True):
+                if state.get(name) is not view:
+                    view.copy_(state[name]) if name in state else view.zero_()
+                    state[name] = view
 
     def view(self, flat: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
         """Returns parameters first, first + 1, ..., all of the same shape, as one tensor.
@@ -74,14 +77,14 @@ class FlatParameters:
             self.gradients.mul_(factor)
         group = self.optimizer.param_groups[0]
         beta1, beta2 = group["betas"]
-        adam(
+        # What `torch.optim.Adam(fused=True)` calls, without its care for many parameters.
+        torch._fused_adam_(
             [self.values],
             [self.gradients],
             [self._moments["exp_avg"]],
             [self._moments["exp_avg_sq"]],
             [],
-            [self._step],
-            fused=True,
+            [self._step.add_(1)],
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

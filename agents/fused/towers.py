@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from agents.fused.heads import Array
 from agents.fused.parameters import FlatParameters
 
+_MAX_BUFFERS = 8  # pieces of a rollout, mini-batches, the last of each, and a few of any size
 _aten = torch.ops.aten
 
 
@@ -42,7 +44,7 @@ class Towers:
         self.count = len(layers)
         self.layers = list(zip(*layers, strict=True))
         self.activate, self.activate_backward = ACTIVATIONS[activation]
-        self._buffers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]] = {}
+        self._buffers: dict[int, _Buffers] = {}
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters in the order in which `attach` expects them."""
@@ -72,42 +74,45 @@ class Towers:
                 view = flat.view(source, index + self.count, self.count)
                 tensors.append(view.view(self.count, 1, view.shape[-1]))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> Array:
         """Returns the last hidden layer, (S, B, H), of inputs (B, D); overwritten by the next."""
-        self._outputs, self._gradients, self._ones = self._buffers_for(len(inputs))
+        if len(inputs) not in self._buffers:
+            if len(self._buffers) == _MAX_BUFFERS:
+                self._buffers.pop(next(iter(self._buffers)))
+            self._buffers[len(inputs)] = _Buffers(self.weights, len(inputs))
+        self._buffer = buffer = self._buffers[len(inputs)]
         self._inputs = hidden = inputs.expand(self.count, *inputs.shape)
-        for weight, bias, output in zip(self.weights, self.biases, self._outputs, strict=True):
+        for weight, bias, output in zip(self.weights, self.biases, buffer.outputs, strict=True):
             torch.bmm(hidden, weight.mT, out=output)
             hidden = self.activate(output.add_(bias))
-        return hidden
+        return buffer.last_output
 
     @property
-    def output_gradient(self) -> torch.Tensor:
+    def output_gradient(self) -> Array:
         """Where the gradient of the last `forward` is to be written for `backward`, (S, B, H)."""
-        return self._gradients[-1]
+        return self._buffer.last_gradient
 
     def backward(self) -> None:
         """Writes the gradients of weights and biases."""
+        outputs, gradients = self._buffer.outputs, self._buffer.gradients
         for level in reversed(range(len(self.weights))):
-            gradient = self._gradients[level]
-            self.activate_backward(gradient, self._outputs[level])
-            below = self._outputs[level - 1] if level else self._inputs
+            gradient = gradients[level]
+            self.activate_backward(gradient, outputs[level])
+            below = outputs[level - 1] if level else self._inputs
             torch.bmm(gradient.mT, below, out=self.weight_gradients[level])
             # A product with ones is the faster sum over so few columns.
-            torch.bmm(self._ones, gradient, out=self.bias_gradients[level])
+            torch.bmm(self._buffer.ones, gradient, out=self.bias_gradients[level])
             if level:
-                torch.bmm(gradient, self.weights[level], out=self._gradients[level - 1])
+                torch.bmm(gradient, self.weights[level], out=gradients[level - 1])
 
-    def _buffers_for(
-        self, rows: int
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        if rows not in self._buffers:
-            if len(self._buffers) == 4:  # a rollout, a mini-batch, the last one, a step
-                self._buffers.pop(next(iter(self._buffers)))
-            shapes = [(self.count, rows, weight.shape[1]) for weight in self.weights]
-            self._buffers[rows] = (
-                [torch.empty(shape) for shape in shapes],
-                [torch.empty(shape) for shape in shapes],
-                torch.ones(self.count, 1, rows),
-            )
-        return self._buffers[rows]
+
+class _Buffers:
+    """Outputs and gradients of every layer for a number of rows, allocated once."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], rows: int) -> None:
+        shapes = [(len(weight), rows, weight.shape[1]) for weight in weights]
+        self.outputs = [torch.empty(shape) for shape in shapes]
+        self.gradients = [torch.empty(shape) for shape in shapes]
+        self.ones = torch.ones(len(weights[0]), 1, rows)
+        self.last_output: Array = self.outputs[-1].numpy()
+        self.last_gradient: Array = self.gradients[-1].numpy()

@@ -53,8 +53,10 @@ class FusedUpdate:
 
     def mini_batches(self, rows: NDArray[np.int64], size: int) -> Iterator[Any]:
         """Yields the rows in this order, `size` at a time."""
-        features = self._features[torch.from_numpy(rows)]
-        columns = [column[rows] for column in self._columns]
+        features, columns = self._features, self._columns
+        if size < len(rows):  # all at once they need no order
+            features = features[torch.from_numpy(rows)]
+            columns = [column[rows] for column in columns]
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             yield features[part], *(column[part] for column in columns)
@@ -78,10 +80,10 @@ class FusedUpdate:
         )
         loss = means["policy_gradient_loss"] + agent.ent_coef * means["entropy_loss"]
         value_gradient: Array | None = None
-        if critic:
+        if values is not None:
             returns, old_values = critic
             errors, value_gradient = _value_derivative(
-                values.numpy(), returns, old_values, self.clip_range_vf
+                values, returns, old_values, self.clip_range_vf
             )
             means["value_loss"] = float(errors.dot(mean))
             value_gradient *= agent.vf_coef / size
