@@ -408,7 +408,8 @@ class Agent(BaseAlgorithm):
 
     def collect_rollouts(self, callback: BaseCallback) -> bool:
         """Fills `rollout_buffer`; False where a callback stopped the training."""
-        self.policy.set_training_mode(False)
+        if self.network is None:  # the layers of a network behave alike in both modes
+            self.policy.set_training_mode(False)
         collected = self._collect(self, callback)
         if collected is None:
             return False
@@ -518,7 +519,8 @@ class Agent(BaseAlgorithm):
         """Updates the policy on the last rollout."""
         assert self.rollout_buffer is not None
         start = time.perf_counter()
-        self.policy.set_training_mode(True)
+        if self.network is None:
+            self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         batch = self.rollout_buffer
         if not bool(batch.loss_mask.any()):

@@ -513,8 +513,8 @@ def _stack(observations: Any, device: torch.device) -> Observations:
 
 def _batch_of_one(observation: Any) -> Any:
     if isinstance(observation, Mapping):
-        return {key: value[None] for key, value in observation.items()}
-    return observation[None]
+        return {key: np.asarray(value)[None] for key, value in observation.items()}
+    return np.asarray(observation)[None]
 
 
 def _concatenate(observations: list[Any]) -> Any:
