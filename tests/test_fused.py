@@ -134,7 +134,8 @@ def test_a_callback_that_looks_changes_nothing(monkeypatch, env_id, use_sde):
     assert_same_training(*runs)
     first, second = (run.rollout_buffer for run in runs)
     for name in ("actions", "logprobs", "values", "rewards"):
-        torch.testing.assert_close(getattr(first, name), getattr(second, name), msg=name)
+        one, two = getattr(first, name), getattr(second, name)
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4, msg=name)
 
 
 def test_a_checkpoint_goes_on_in_either_path(monkeypatch, tmp_path):
