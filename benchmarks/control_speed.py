@@ -6,14 +6,13 @@ threads; the timings of a round follow one another, in a rotating order, and eac
 ratio, so that a machine that slows down slows both.
 
 Stable-Baselines3 has the environment as its users make it, with `make_vec_env`. Our agent is timed
-on the same (``"vec"``) and on Gymnasium's native vector environment (``"native"``) or, where there
-is none, on EnvPool's if that is installed.
+on the same (``"vec"``) and on Gymnasium's native vector environment where there is one
+(``"native"``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import multiprocessing
 import time
@@ -27,7 +26,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import VecEnv, VecMonitor
+from stable_baselines3.common.vec_env import VecEnv
 
 from benchmarks import record
 from benchmarks.control import make_agent, normalized
@@ -37,7 +36,7 @@ from textrl_env.sb3 import GymVecEnv
 Kind = Literal["vec", "native"]
 Column = Literal["sb3", "vec", "native"]
 _SB3_N_STEPS = 2048  # default of both libraries
-_PACKAGES = ("mujoco", "box2d", "envpool")
+_PACKAGES = ("mujoco", "box2d")
 
 
 @dataclass(frozen=True)
@@ -91,34 +90,22 @@ class Case:
 
 
 def has_native(env_id: str) -> bool:
-    """Returns whether there is a native vector of the environment."""
-    if gym.spec(env_id).vector_entry_point is not None:
-        return True
-    if importlib.util.find_spec("envpool") is None:
-        return False
-    import envpool
-
-    return env_id in envpool.list_all_envs()
+    """Returns whether Gymnasium has a native vector of the environment."""
+    return gym.spec(env_id).vector_entry_point is not None
 
 
 def make_env(kind: Kind, env_id: str, n_envs: int) -> VecEnv:
     """Returns a vector environment with episode statistics.
 
     Args:
-        kind: ``"vec"`` for `make_vec_env`, ``"native"`` for Gymnasium's native vector or EnvPool's.
+        kind: ``"vec"`` for `make_vec_env`, ``"native"`` for Gymnasium's native vector.
         env_id: Gymnasium id.
         n_envs: Slots.
     """
     if kind == "vec":
         return make_vec_env(env_id, n_envs, seed=0)
-    venv: Any
-    if gym.spec(env_id).vector_entry_point is not None:
-        venv = gym.make_vec(env_id, num_envs=n_envs, vectorization_mode="vector_entry_point")
-    else:
-        import envpool
-
-        venv = envpool.make_gymnasium(env_id, num_envs=n_envs)
-    return VecMonitor(GymVecEnv(venv))
+    # An agent does this itself where it is given the vector environment.
+    return GymVecEnv(gym.make_vec(env_id, num_envs=n_envs), allow_late=True)
 
 
 def time_learn(case: Case, column: Column, timesteps: int) -> float:
