@@ -188,6 +188,11 @@ def _on_step(
 ) -> bool:
     """Counts the step and calls the callbacks with Stable-Baselines3's local variables."""
     agent.num_timesteps += steps_taken
+    check_finite(agent, "reward", shown["rewards"])
+    check_finite(agent, "observation", shown["new_obs"])
+    for i in np.flatnonzero(shown["dones"]).tolist():
+        final = shown["infos"][i].get("terminal_observation")
+        check_finite(agent, "last observation", final, slot=i)
     callback.update_locals(
         {
             "self": agent,
@@ -199,6 +204,32 @@ def _on_step(
         }
     )
     return bool(callback.on_step())
+
+
+def check_finite(agent: Agent, name: str, values: Any, slot: int | None = None) -> None:
+    """Names the step and the slot where an environment gave what is no finite number.
+
+    Later it would show as a failure of the policy or the loss, far from its cause.
+
+    Args:
+        agent: The agent, for the number of its steps.
+        name: What the values are.
+        values: An array of all slots, or a dictionary of such; or what one slot gave.
+        slot: That slot.
+
+    Raises:
+        FloatingPointError: A value is NaN or infinite.
+    """
+    for array in values.values() if isinstance(values, Mapping) else (values,):
+        if isinstance(array, np.ndarray) and array.dtype.kind == "f":
+            finite = np.isfinite(array)
+            if not finite.all():
+                where = int(np.argwhere(~finite)[0][0]) if slot is None else slot
+                raise FloatingPointError(
+                    f"The {name} of slot {where} holds {array[~finite][0]} at step "
+                    f"{agent.num_timesteps}; an environment must give finite numbers, so look "
+                    "for the cause there."
+                )
 
 
 def _text_trajectories(
@@ -263,6 +294,7 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
         # VecEnv.seed() would give each slot another seed; a group shares one.
         env.unwrapped._seeds = [int(i) for i in starts]
     obs = env.reset()
+    check_finite(agent, "observation", obs)
     callback.on_rollout_start()
     n = env.num_envs
     active = np.ones(n, dtype=np.bool_)

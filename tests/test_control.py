@@ -65,6 +65,13 @@ class Limits(gym.Env):
         return observation, float(self.steps), terminated, truncated, {}
 
 
+class SharedShuffling(np.random.Generator):
+    """Draws permutations as Stable-Baselines3's buffer does, from numpy's global state."""
+
+    def permutation(self, count):
+        return np.random.permutation(count)
+
+
 @pytest.mark.parametrize("use_sde", [False, True])
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_a_rollout_equals_stable_baselines3(env_id, use_sde):
@@ -105,13 +112,6 @@ def test_a_rollout_equals_stable_baselines3(env_id, use_sde):
 
 def test_a_whole_training_equals_stable_baselines3():
     """With the same mini-batches, the weights after several updates are the same."""
-
-    class SharedShuffling(np.random.Generator):
-        """Draws permutations as Stable-Baselines3's buffer does, from numpy's global state."""
-
-        def permutation(self, count):
-            return np.random.permutation(count)
-
     runs = []
     for agent_class in (PPO, stable_baselines3.PPO):
         agent = agent_class(
