@@ -126,6 +126,69 @@ def test_a_whole_training_equals_stable_baselines3():
     torch.testing.assert_close(*runs, atol=1e-5, rtol=1e-4)
 
 
+def beside_stable_baselines3(**kwargs):
+    """Both agents after the same training, with the same mini-batches."""
+    agents = []
+    for agent_class in (PPO, stable_baselines3.PPO):
+        env = make_vec_env("Pendulum-v1", n_envs=2, seed=3)
+        agent = agent_class(
+            "MlpPolicy", env, **{"n_steps": 128, "batch_size": 32, "seed": 3, **kwargs}
+        )
+        if agent_class is PPO:
+            agent.shuffling = SharedShuffling(np.random.PCG64())
+        agents.append(agent.learn(512))
+    return agents
+
+
+def test_logged_values_equal_stable_baselines3():
+    ours, theirs = (
+        agent.logger.name_to_value for agent in beside_stable_baselines3(n_epochs=2, ent_coef=0.1)
+    )
+    for name in (
+        "explained_variance", "entropy_loss", "policy_gradient_loss", "value_loss", "std",
+        "learning_rate", "clip_range", "n_updates",
+    ):  # fmt: skip
+        assert ours[f"train/{name}"] == pytest.approx(theirs[f"train/{name}"], rel=1e-3), name
+
+
+@pytest.mark.parametrize("target_kl", [3e-4, 1e-3, 3e-3])
+def test_the_epochs_stop_where_those_of_stable_baselines3_do(target_kl):
+    """Before the step of the mini-batch whose KL exceeds 1.5 times the target."""
+    ours, theirs = beside_stable_baselines3(n_epochs=8, target_kl=target_kl, learning_rate=1e-3)
+    assert ours._n_updates == theirs._n_updates < 16
+    torch.testing.assert_close(
+        *(
+            torch.cat([p.detach().flatten() for p in agent.policy.parameters()])
+            for agent in (ours, theirs)
+        ),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+def test_options_of_ppo_reach_the_loss():
+    """The upper clip of its own, schedules of either, and advantages that stay as they are."""
+
+    def loss(ratio, **kwargs):
+        agent = PPO("MlpPolicy", "CartPole-v1", n_steps=2, batch_size=2, seed=0, **kwargs)
+        _, callback = agent._setup_learn(1, None)
+        agent.collect_rollouts(callback)
+        agent.compute_advantages(agent.rollout_buffer)
+        batch = agent.rollout_buffer.as_transitions()
+        batch.advantages = torch.tensor([[1.0], [3.0]])
+        agent._current_progress_remaining = 0.5
+        batch = agent.prepare_mini_batch(batch)
+        per_step, _ = agent.policy_loss(batch.logprobs + np.log(ratio), batch)
+        return per_step.flatten().tolist()
+
+    plain = {"normalize_advantage": False}
+    assert loss(1.5, **plain) == pytest.approx([-1.2, -3.6])
+    assert loss(1.5, **plain, clip_range_high=0.4) == pytest.approx([-1.4, -4.2])
+    assert loss(1.5, **plain, clip_range_high=lambda p: 0.6 * p) == pytest.approx([-1.3, -3.9])
+    assert loss(1.5, **plain, clip_range=lambda p: 0.2 * p) == pytest.approx([-1.1, -3.3])
+    assert loss(1.5) == pytest.approx([0.5**0.5 * 1.5, -(0.5**0.5) * 1.2])
+
+
 @pytest.mark.parametrize("mode", [*AutoresetMode, "vec"])
 def test_truncation_bootstraps_and_termination_does_not(mode):
     """In every autoreset mode, and the logged rewards stay the environment's."""
