@@ -198,11 +198,15 @@ def test_a_run_goes_on_in_its_tensorboard_folder(tmp_path):
     agent.learn(32)
     agent.learn(32, tb_log_name="named")
     agent.learn(32, tb_log_name="named", reset_num_timesteps=False)
-    assert agent.num_timesteps == 64
+    agent.save(tmp_path / "agent.zip")
+    agent = PPO.load(tmp_path / "agent.zip", env=gym.make("CartPole-v1"))
+    agent.learn(32, tb_log_name="named", reset_num_timesteps=False)
+    assert agent.num_timesteps == 96
+    (tmp_path / "agent.zip").unlink()
     agent.learn(16, tb_log_name="named")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["PPO_1", "named_1", "named_2"]
     events = EventAccumulator(str(tmp_path / "named_1")).Reload()
-    assert [event.step for event in events.Scalars("rollout/entropy")] == [16, 32, 48, 64]
+    assert [event.step for event in events.Scalars("rollout/entropy")] == [*range(16, 97, 16)]
 
 
 # Environments
