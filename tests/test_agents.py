@@ -678,6 +678,18 @@ def test_options_of_grpo_reach_the_advantages(tiny_llama):
         torch.testing.assert_close(batch.advantages[:, 0], expected)
 
 
+@pytest.mark.parametrize("agent_class", [PPO, GRPO])
+def test_clip_ranges_reach_the_loss(tiny_llama, agent_class):
+    agent = collected(
+        agent_class, tiny_llama, clip_range=0.1, clip_range_high=0.4, clip_range_lower=3.0
+    )
+    batch = agent.rollout_buffer
+    for ratio, advantage, expected in ((1.5, 1.0, -1.4), (0.5, -1.0, 0.9), (4.0, -1.0, 3.0)):
+        batch.advantages = torch.full(batch.mask.shape, advantage)
+        loss, _ = agent.policy_loss(batch.logprobs + np.log(ratio), batch)
+        torch.testing.assert_close(loss, torch.full_like(loss, expected))
+
+
 def test_the_controller_is_told_the_sum_over_tokens(tiny_llama, monkeypatch):
     told = []
     monkeypatch.setattr(FixedKL, "update", lambda self, kl, n: told.append((kl, n)))

@@ -219,15 +219,24 @@ def test_an_environment_that_gives_nan_is_named(agent_class, spoil, message):
 
 
 def test_nan_at_either_end_of_an_episode_is_named():
-    class First(Line):
-        def reset(self, **kwargs):
-            return np.full(2, np.nan, np.float32), super().reset(**kwargs)[1]
+    class Starts(Line):
+        """Spoils the first observation of an episode."""
 
-    for agent_class, kwargs in (
-        (PPO, {"n_steps": 16, "batch_size": 16}), (GRPO, {"group_size": 1})
+        def __init__(self, spoilt):
+            super().__init__(length=4)
+            self.spoilt = spoilt
+
+        def reset(self, **kwargs):
+            observation, info = super().reset(**kwargs)
+            return observation * (np.nan if self.episode == self.spoilt else 1), info
+
+    for agent_class, kwargs, at in (
+        (PPO, {"n_steps": 16, "batch_size": 16}, 4), (GRPO, {"group_size": 1}, 0)
     ):  # fmt: skip
-        with pytest.raises(FloatingPointError, match="observation of slot 0 holds nan at step 0"):
-            agent_class("MlpPolicy", First(), seed=0, **kwargs).learn(16)
+        for spoilt, step in ((1, 0), (2, at)):
+            agent = agent_class("MlpPolicy", Starts(spoilt), seed=0, **kwargs)
+            with pytest.raises(FloatingPointError, match=f"slot 0 holds nan at step {step};"):
+                agent.learn(16)
     last = limited(5, spoil=infinite_observation)
     with pytest.raises(FloatingPointError, match="last observation of slot 0 holds inf at step 5"):
         PPO("MlpPolicy", last, n_steps=16, batch_size=16, seed=0).learn(16)
