@@ -147,14 +147,17 @@ def test_state_dependent_exploration_keeps_the_bounds(squash_output):
     )  # fmt: skip
 
     class Taken(BaseCallback):
-        actions = ()
+        actions, noise = (), frozenset()
 
         def _on_step(self):
             self.actions = (*self.actions, self.locals["clipped_actions"])
+            matrix = self.model.policy.action_dist.exploration_mat
+            self.noise |= {tuple(matrix.flatten().tolist())}
             return True
 
     taken = Taken()
     agent.learn(128, callback=taken)
+    assert len(taken.noise) == 2 * 32 / 4  # drawn anew every 4 steps of two rollouts
     actions = np.concatenate(taken.actions)
     assert actions.min(0) == pytest.approx(low, abs=0.5)
     assert actions.max(0) == pytest.approx(high, abs=0.5)
