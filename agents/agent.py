@@ -8,7 +8,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -24,13 +24,19 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
-from stable_baselines3.common.utils import explained_variance, safe_mean, update_learning_rate
+from stable_baselines3.common.utils import (
+    explained_variance,
+    get_system_info,
+    safe_mean,
+    update_learning_rate,
+)
 from stable_baselines3.common.vec_env import VecEnv, VecMonitor
 
 from agents import checkpoint
 from agents.aggregation import aggregation_weights
 from agents.collectors import (
     Collect,
+    check_finite,
     find_mdp,
     generate_completions,
     gives_whole_completions,
@@ -54,6 +60,7 @@ from textrl_env.tasks import FunctionTask
 
 SelfAgent = TypeVar("SelfAgent", bound="Agent")
 
+_READABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 # Prompts are numbered without end where the environment is seeded instead.
 _RESET_SEEDS = 2**31 - 1
 
@@ -146,6 +153,7 @@ class Agent(BaseAlgorithm):
         _init_setup_model: bool = True,
     ) -> None:
         self.policy_name = policy
+        seed = _checked_seed(seed)
         if learning_rate is None:
             learning_rate = 1e-5 if is_language_policy(policy) else 3e-4
         super().__init__(
@@ -161,12 +169,7 @@ class Agent(BaseAlgorithm):
             seed=seed,
             use_sde=use_sde,
             sde_sample_freq=sde_sample_freq,
-            supported_action_spaces=(
-                spaces.Box,
-                spaces.Discrete,
-                spaces.MultiDiscrete,
-                spaces.MultiBinary,
-            ),
+            supported_action_spaces=_READABLE,
         )
         self.n_steps = n_steps
         self.batch_size = batch_size
@@ -203,10 +206,11 @@ class Agent(BaseAlgorithm):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from 1 on.")
+        self._check_schedule("learning_rate")
         for name in ("max_grad_norm", "ent_coef", "vf_coef", "kl_loss_coef"):
             value = getattr(self, name)
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; it must be a number and not negative.")
+            if not (isinstance(value, int | float) and value >= 0):
+                raise ValueError(f"{name} is {value!r}; it must be a number and not negative.")
         if self.target_kl is not None and not self.target_kl > 0:
             raise ValueError(f"target_kl is {self.target_kl}; it must be positive, or None.")
         if not isinstance(self.kl_controller, KLController | None):
@@ -219,11 +223,19 @@ class Agent(BaseAlgorithm):
         if self.kl_loss != "full":
             kl_estimate(one, one, self.kl_loss)
 
+    def _check_schedule(self, name: str) -> None:
+        value = getattr(self, name)
+        assert isinstance(value, int | float) or callable(value), (
+            f"{name} is {value!r}; pass a number, or a function of the remaining progress."
+        )
+
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         if isinstance(env, VectorEnv):
             env = GymVecEnv(env, allow_late=True)
             env = VecMonitor(env) if monitor_wrapper and not env.restarts_late else env
+        for space in ("observation_space", "action_space"):
+            _check_space(getattr(env, space, None), space)
         return BaseAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     def _setup_model(self) -> None:
@@ -358,7 +370,7 @@ class Agent(BaseAlgorithm):
         self: SelfAgent,
         total_timesteps: int,
         callback: MaybeCallback = None,
-        log_interval: int = 1,
+        log_interval: int | None = 1,
         tb_log_name: str | None = None,
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
@@ -368,7 +380,7 @@ class Agent(BaseAlgorithm):
         Args:
             total_timesteps: Lower bound on the steps; a rollout is never cut.
             callback: Stable-Baselines3 callbacks; they are called once per environment step.
-            log_interval: Rollouts between logs.
+            log_interval: Rollouts between logs; None writes none.
             tb_log_name: Name of the TensorBoard run; None is the algorithm's name.
             reset_num_timesteps: False continues the count of an earlier call.
             progress_bar: Shows reward, KL, entropy, length and speed.
@@ -380,6 +392,11 @@ class Agent(BaseAlgorithm):
             raise ValueError(
                 "learn() needs an environment and this agent has none; pass env=... to load(), or "
                 "call set_env(...)."
+            )
+        if not (log_interval is None or log_interval >= 1):
+            raise ValueError(
+                f"log_interval is {log_interval}; it must be a number of rollouts from 1 on, or "
+                "None for no logs."
             )
         iteration = 0
         total_timesteps, callback = self._setup_learn(
@@ -410,6 +427,7 @@ class Agent(BaseAlgorithm):
         """Fills `rollout_buffer`; False where a callback stopped the training."""
         if self.network is None:  # the layers of a network behave alike in both modes
             self.policy.set_training_mode(False)
+        check_finite("observation", self._last_obs, self.num_timesteps)
         collected = self._collect(self, callback)
         if collected is None:
             return False
@@ -715,9 +733,23 @@ class Agent(BaseAlgorithm):
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         return ["policy", "policy.optimizer"], []
 
-    def save(self, path: Any, exclude: Any = None, include: Any = None) -> None:
-        """Writes a checkpoint of JSON, safetensors and plain tensors; see `agents.checkpoint`."""
-        checkpoint.save(self, path)
+    def save(
+        self,
+        path: Any,
+        exclude: Iterable[str] | None = None,
+        include: Iterable[str] | None = None,
+    ) -> None:
+        """Writes a checkpoint of JSON, safetensors and plain tensors; see `agents.checkpoint`.
+
+        Args:
+            path: A file name, to which ``.zip`` is added where it has no suffix, or a binary file
+                that is open for writing.
+            exclude: Names that are left out: constructor arguments, which `load` must then be
+                given, and counters such as ``"num_timesteps"`` or ``"ep_info_buffer"``, which then
+                begin anew. Other names are ignored, and weights are always stored.
+            include: Names that are stored although `exclude` holds them.
+        """
+        checkpoint.save(self, path, set(exclude or ()) - set(include or ()))
 
     def set_parameters(
         self,
@@ -731,33 +763,77 @@ class Agent(BaseAlgorithm):
             load_path_or_dict: What `get_parameters` returned, or a checkpoint of this package.
             exact_match: Whether the dictionary must hold everything.
             device: There for Stable-Baselines3's call; the policy stays where it is.
+
+        Raises:
+            ValueError: A name is unknown or missing, or the checkpoint does not fit.
         """
         if isinstance(load_path_or_dict, dict):
+            names, _ = self._get_torch_save_params()
+            unknown = sorted(set(load_path_or_dict) - set(names))
+            if unknown:
+                raise ValueError(f"There are no parameters {unknown}; the names are {names}.")
             super().set_parameters(load_path_or_dict, exact_match, device)
         else:
             checkpoint.set_parameters(self, load_path_or_dict)
 
     @classmethod
-    def load(  # type: ignore[override]
+    def load(
         cls: type[SelfAgent],
         path: Any,
         env: Any = None,
         device: torch.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
         print_system_info: bool = False,
         force_reset: bool = True,
-        custom_objects: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> SelfAgent:
         """Returns the agent of a checkpoint; loading never runs code from the file.
 
         Args:
-            path: The file.
+            path: The file, by name or open for reading.
             env: Environment to go on with.
             device: Device of the policy.
-            print_system_info: There for Stable-Baselines3's call.
+            custom_objects: Like `kwargs`, but names that the checkpoint does not have are ignored.
+            print_system_info: Prints the versions of this machine, and of the one that saved.
             force_reset: Resets the environment at the next `learn`.
-            custom_objects: Stable-Baselines3's name for the same as `kwargs`.
             **kwargs: Constructor arguments that replace the saved ones.
         """
-        replaced = (custom_objects or {}) | kwargs
-        return checkpoint.load(cls, path, env, device, force_reset, **replaced)
+        if print_system_info:
+            print("== CURRENT SYSTEM INFO ==")
+            get_system_info()
+        return checkpoint.load(
+            cls, path, env, device, custom_objects or {}, print_system_info, force_reset, **kwargs
+        )
+
+
+def _checked_seed(seed: Any) -> int | None:
+    if seed is None:
+        return None
+    whole = isinstance(seed, int | np.integer)
+    if not (whole and 0 <= seed < 2**32):
+        kind = ValueError if whole else TypeError
+        raise kind(f"seed is {seed!r}; it must be a whole number from 0 to 2**32 - 1, or None.")
+    return int(seed)
+
+
+def _check_space(space: Any, name: str) -> None:
+    """Refuses what the policies cannot read, and numbers that do not count from 0."""
+    if isinstance(space, spaces.Dict):
+        for key, part in space.spaces.items():
+            if not isinstance(part, spaces.Dict | spaces.Tuple):  # Stable-Baselines3 refuses these
+                _check_space(part, f"{name}[{key!r}]")
+    elif (
+        name.startswith("observation")
+        and isinstance(space, spaces.Space)
+        and not isinstance(space, _READABLE)
+    ):
+        raise NotImplementedError(
+            f"{name} is {space}, which is not supported; use Box, Discrete, MultiDiscrete, "
+            "MultiBinary, or a Dict of these."
+        )
+    elif np.any(getattr(space, "start", 0)):
+        wrapper = "TransformAction" if name.startswith("action") else "TransformObservation"
+        raise ValueError(
+            f"{name} is {space}, but the policies count from 0; wrap the environment in "
+            f"gymnasium.wrappers.{wrapper}, which adds or takes off the start."
+        )

@@ -12,18 +12,23 @@ import inspect
 import io
 import json
 import os
-import pickle
 import zipfile
 from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from gymnasium import spaces
-from stable_baselines3.common.utils import check_for_correct_spaces
+from stable_baselines3.common.utils import (
+    ConstantSchedule,
+    FloatSchedule,
+    check_for_correct_spaces,
+    get_system_info,
+)
 
 import agents
 from agents import kl_control
@@ -37,7 +42,14 @@ _FORMAT = 1
 # Classes are stored by name, and a name is looked up in these packages only.
 _TRUSTED_PACKAGES = ("agents", "textrl_env", "torch", "stable_baselines3", "sb3_contrib")
 # Given anew when a checkpoint is loaded.
-_NOT_STORED = {"self", "env", "device", "_init_setup_model"}
+_NOT_STORED = {
+    "self",
+    "env",
+    "device",
+    "_init_setup_model",
+    "rollout_buffer_class",
+    "rollout_buffer_kwargs",
+}
 _COUNTERS = (
     "num_timesteps",
     "rollout",
@@ -47,6 +59,9 @@ _COUNTERS = (
     "_n_updates",
     "_current_progress_remaining",
 )
+_EPISODES = ("ep_info_buffer", "ep_success_buffer")
+# What a checkpoint can do without: a new run's own values stand in.
+_OPTIONAL = {*_COUNTERS, *_EPISODES, "kl_controller"}
 
 
 def counters(agent: Agent) -> dict[str, Any]:
@@ -64,33 +79,43 @@ def counters(agent: Agent) -> dict[str, Any]:
     if agent.kl_controller is not None:
         state["kl_controller"] = agent.kl_controller.state_dict()
     if agent.ep_info_buffer is not None and agent.ep_success_buffer is not None:
-        state["episodes"] = [dict(info) for info in agent.ep_info_buffer]
-        state["successes"] = [bool(success) for success in agent.ep_success_buffer]
+        state["ep_info_buffer"] = [dict(info) for info in agent.ep_info_buffer]
+        state["ep_success_buffer"] = [bool(success) for success in agent.ep_success_buffer]
     return state
 
 
-def save(agent: Agent, path: str | os.PathLike[str] | io.IOBase) -> None:
+def save(
+    agent: Agent, path: str | os.PathLike[str] | io.IOBase, exclude: Collection[str] = ()
+) -> None:
     """Writes a checkpoint; an existing file is replaced only by a complete one.
 
     Args:
         agent: The agent.
         path: A file name, to which ``.zip`` is added where it has no suffix, or an open binary
             file.
+        exclude: Constructor arguments and counters that are left out.
 
     Raises:
-        TypeError: A constructor argument has no plain form, such as a lambda in `policy_kwargs`.
+        TypeError: A constructor argument has no plain form, or `path` is no file.
     """
+    _check_file(path, "writing")
     description = {
         "format": _FORMAT,
         "class": type(agent).__name__,
-        "arguments": {name: _encode(value, name) for name, value in _arguments(agent).items()},
+        "arguments": {
+            name: {"missing": "left out"} if name in exclude else _encode(value, name)
+            for name, value in _arguments(agent).items()
+        },
         "observation_space": _encode_space(agent.observation_space),
         "action_space": _encode_space(agent.action_space),
         "n_envs": agent.n_envs,
         "run_seed": agent.run_seed,
+        "system_info": get_system_info(print_info=False)[0],
     }
+    stored = agent.resume_point or counters(agent)
+    left_out = _OPTIONAL.intersection(exclude)
     state = {
-        "counters": agent.resume_point or counters(agent),
+        "counters": {name: value for name, value in stored.items() if name not in left_out},
         "optimizer": agent.policy.optimizer.state_dict(),
     }
     buffer = io.BytesIO()
@@ -108,6 +133,8 @@ def load(
     path: str | os.PathLike[str] | io.IOBase,
     env: Any,
     device: torch.device | str,
+    custom_objects: dict[str, Any],
+    print_system_info: bool,
     force_reset: bool,
     **kwargs: Any,
 ) -> AnyAgent:
@@ -115,17 +142,31 @@ def load(
 
     Raises:
         FileNotFoundError: There is no such file.
+        TypeError: `path` is no file.
         ValueError: The file is no checkpoint of this class, or does not fit the environment.
     """
     description, weights, state = _read(path)
-    named = description["class"]
-    saved = cls if named == cls.__name__ else getattr(agents, named, None)
-    if saved is None or not issubclass(saved, cls):
+    with _damage_as_value_error(path):
+        named = description["class"]
+        saved = cls if named == cls.__name__ else getattr(agents, named, None)
+        fits = saved is not None and issubclass(saved, cls)
+        arguments = {name: _decode(value, name) for name, value in description["arguments"].items()}
+        if saved is not None and fits:
+            inspect.signature(saved).bind(env=env, **arguments)
+        observation_space = _decode_space(description["observation_space"])
+        action_space = _decode_space(description["action_space"])
+        n_envs, run_seed = int(description["n_envs"]), int(description["run_seed"])
+        system_info = dict(description["system_info"])
+    if saved is None or not fits:
         raise ValueError(
-            f"{path} is a checkpoint of {description['class']}, not of {cls.__name__}; load it "
-            f"with {description['class']}.load(...)."
+            f"{path} is a checkpoint of {named}, not of {cls.__name__}; load it with "
+            f"{named}.load(...)."
         )
-    arguments = {name: _decode(value, name) for name, value in description["arguments"].items()}
+    if print_system_info:
+        print("== SAVED MODEL SYSTEM INFO ==")
+        for name, value in system_info.items():
+            print(f"- {name}: {value}")
+    arguments |= {name: value for name, value in custom_objects.items() if name in arguments}
     arguments |= kwargs
     for name, value in arguments.items():
         if isinstance(value, _Missing):
@@ -134,17 +175,16 @@ def load(
                 f"{name}=... to load()."
             )
     agent: AnyAgent = saved(env=env, device=device, _init_setup_model=False, **arguments)
-    observation_space = _decode_space(description["observation_space"])
-    action_space = _decode_space(description["action_space"])
     if agent.env is None:
         agent.observation_space, agent.action_space = observation_space, action_space
-        agent.n_envs = description["n_envs"]
+        agent.n_envs = n_envs
     else:
         check_for_correct_spaces(agent.env, observation_space, action_space)
-    agent.run_seed = description["run_seed"]
+    agent.run_seed = run_seed
     agent._setup_model()
-    _restore_policy(agent, weights, state, path)
-    _restore_counters(agent, state["counters"])
+    with _damage_as_value_error(path):
+        _restore_policy(agent, weights, state, path)
+        _restore_counters(agent, state["counters"])
     if not force_reset and agent.env is not None:
         agent._last_obs = agent.env.reset()  # type: ignore[assignment]
         agent._last_episode_starts = np.ones((agent.n_envs,), dtype=np.bool_)
@@ -159,7 +199,8 @@ def set_parameters(agent: Agent, path: str | os.PathLike[str] | io.IOBase) -> No
         ValueError: The file is no checkpoint, or does not fit the policy.
     """
     _, weights, state = _read(path)
-    _restore_policy(agent, weights, state, path)
+    with _damage_as_value_error(path):
+        _restore_policy(agent, weights, state, path)
 
 
 def _restore_policy(
@@ -171,7 +212,7 @@ def _restore_policy(
 
 def _restore_counters(agent: Agent, state: dict[str, Any]) -> None:
     for name in _COUNTERS:
-        setattr(agent, name, state[name])
+        setattr(agent, name, state.get(name, getattr(agent, name)))
     agent.shuffling.bit_generator.state = state["shuffling"]
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
@@ -181,10 +222,9 @@ def _restore_counters(agent: Agent, state: dict[str, Any]) -> None:
         agent.kl_controller.load_state_dict(state["kl_controller"])
         if agent.mdp is not None:
             agent._set_kl_coef(agent.kl_controller.coef)
-    if "episodes" in state:
-        size = agent._stats_window_size
-        agent.ep_info_buffer = deque(state["episodes"], maxlen=size)
-        agent.ep_success_buffer = deque(state["successes"], maxlen=size)
+    for name in _EPISODES:
+        if name in state:
+            setattr(agent, name, deque(state[name], maxlen=agent._stats_window_size))
 
 
 # Constructor arguments as JSON
@@ -207,6 +247,9 @@ class _Missing:
 def _encode(value: Any, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, FloatSchedule):
+        value = value.value_schedule
+        return _encode(value.val if isinstance(value, ConstantSchedule) else value, name)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, np.generic):
@@ -336,6 +379,32 @@ def _restore_weights(policy: torch.nn.Module, weights: dict[str, torch.Tensor], 
             tensor.copy_(weights[name])
 
 
+def _check_file(path: Any, purpose: str) -> None:
+    if isinstance(path, str | os.PathLike):
+        return
+    able = getattr(path, {"writing": "writable", "reading": "readable"}[purpose], None)
+    if able is None or isinstance(path, io.TextIOBase):
+        raise TypeError(
+            f"path is {path!r}; pass a file name, or a binary file that is open for {purpose}."
+        )
+    if not able():
+        raise ValueError(f"{path!r} is not open for {purpose}; open it in the mode for that.")
+
+
+@contextmanager
+def _damage_as_value_error(path: Any) -> Iterator[None]:
+    """One error for whatever fails on a file that is cut, altered or of another kind."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is ValueError:  # it says by itself what is wrong
+            raise
+        raise ValueError(
+            f"{path} is damaged or not a checkpoint of this package ({error!r}); files of "
+            "Stable-Baselines3 are loaded with its own classes."
+        ) from error
+
+
 def _with_suffix(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     return path if path.suffix else path.with_name(path.name + ".zip")
@@ -356,27 +425,16 @@ def _write(content: bytes, path: Any) -> None:
 
 
 def _read(path: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]:
+    _check_file(path, "reading")
     if isinstance(path, str | os.PathLike):
         exact = Path(path)
         path = exact if exact.is_file() else _with_suffix(exact)
         if not path.is_file():
             raise FileNotFoundError(f"There is no checkpoint at {path}.")
-    try:
-        with zipfile.ZipFile(path) as file:
-            description = json.loads(file.read("agent.json"))
-            weights = safetensors.torch.load(file.read("policy.safetensors"))
-            state = torch.load(io.BytesIO(file.read("state.pt")), "cpu", weights_only=True)
-    except (
-        zipfile.BadZipFile,
-        KeyError,
-        ValueError,
-        pickle.UnpicklingError,
-        safetensors.SafetensorError,
-    ) as error:
-        raise ValueError(
-            f"{path} is not a checkpoint of this package ({error}); files of Stable-Baselines3 "
-            "are loaded with its own classes."
-        ) from error
+    with _damage_as_value_error(path), zipfile.ZipFile(path) as file:
+        description = dict(json.loads(file.read("agent.json")))
+        weights = safetensors.torch.load(file.read("policy.safetensors"))
+        state = torch.load(io.BytesIO(file.read("state.pt")), "cpu", weights_only=True)
     if description.get("format") != _FORMAT:
         raise ValueError(
             f"{path} has format {description.get('format')}, and this version reads {_FORMAT}; "

@@ -161,6 +161,11 @@ def _on_step(
 ) -> bool:
     """Counts the step and calls the callbacks with Stable-Baselines3's local variables."""
     agent.num_timesteps += steps_taken
+    check_finite("reward", shown["rewards"], agent.num_timesteps)
+    check_finite("observation", shown["new_obs"], agent.num_timesteps)
+    for i in np.flatnonzero(shown["dones"]).tolist():
+        final = shown["infos"][i].get("terminal_observation")
+        check_finite("last observation", final, agent.num_timesteps, slot=i)
     callback.update_locals(
         {
             "self": agent,
@@ -172,6 +177,32 @@ def _on_step(
         }
     )
     return bool(callback.on_step())
+
+
+def check_finite(name: str, values: Any, step: int, slot: int | None = None) -> None:
+    """Names the step and the slot where an environment gave what is no finite number.
+
+    Later it would show as a failure of the policy or the loss, far from its cause.
+
+    Args:
+        name: What the values are.
+        values: An array of all slots, or a dictionary of such; or what one slot gave.
+        step: Number of the step, for the message.
+        slot: The one slot that the values are of.
+
+    Raises:
+        FloatingPointError: A value is NaN or infinite.
+    """
+    for array in values.values() if isinstance(values, Mapping) else (values,):
+        if isinstance(array, np.ndarray) and array.dtype.kind == "f":
+            finite = np.isfinite(array)
+            if not finite.all():
+                where = int(np.argwhere(~finite)[0][0]) if slot is None else slot
+                raise FloatingPointError(
+                    f"The {name} of slot {where} holds {array[~finite][0]} at step "
+                    f"{step}; an environment must give finite numbers, so look "
+                    "for the cause there."
+                )
 
 
 def _text_trajectories(
@@ -236,6 +267,7 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
         # VecEnv.seed() would give each slot another seed; a group shares one.
         env.unwrapped._seeds = [int(i) for i in starts]
     obs = env.reset()
+    check_finite("observation", obs, agent.num_timesteps)
     callback.on_rollout_start()
     n = env.num_envs
     active = np.ones(n, dtype=np.bool_)
@@ -418,7 +450,7 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
     log_probs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     steps = []
-    finals: list[tuple[int, int, Any]] = []  # slot, step and observation of each truncation
+    finals: list[tuple[int, int, Any]] = []  # slot, step and last observation of each episode
     for n_steps in range(agent.n_steps):
         obs: Any = agent._last_obs
         if actor is None:
@@ -459,15 +491,16 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         truncated = np.zeros(env.num_envs, dtype=np.bool_)
         if dones.any():
             for i in np.flatnonzero(dones).tolist():
-                if infos[i].get("TimeLimit.truncated", False):
-                    truncated[i] = True
-                    finals.append((i, n_steps, infos[i]["terminal_observation"]))
+                truncated[i] = infos[i].get("TimeLimit.truncated", False)
+                finals.append((i, n_steps, infos[i]["terminal_observation"]))
         steps.append((obs, actions, log_probs, values, rewards, dones, truncated, taken))
         agent._last_obs = new_obs  # type: ignore[assignment]
         agent._last_episode_starts = dones
     observations, all_actions, *evaluated, all_rewards, all_dones, cut, mask = zip(
         *steps, strict=True
     )
+    if not watched:
+        _check_rollout(agent, observations, all_rewards, mask, finals)
     device = agent.device
     done, truncated = np.stack(all_dones, 1), np.stack(cut, 1)
     reward_tensor = torch.from_numpy(np.stack(all_rewards, 1)).to(device)
@@ -487,6 +520,7 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         batch.logprobs, batch.values = (torch.stack(tensors, 1) for tensors in evaluated)
     else:
         batch.logprobs, batch.values = actor.evaluate(batch.observations, batch.actions)
+    finals = [(i, t, observation) for i, t, observation in finals if truncated[i, t]]
     ends = _concatenate(
         [agent._last_obs, *(_batch_of_one(observation) for _, _, observation in finals)]
     )
@@ -501,6 +535,27 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         batch.final_values[i, t] = value
     agent.rollout_seconds = time.perf_counter() - start
     return batch
+
+
+def _check_rollout(
+    agent: Agent, observations: Any, rewards: Any, mask: Any, finals: list[tuple[int, int, Any]]
+) -> None:
+    """Does for a whole rollout what `_on_step` does for a step, in few calls."""
+    after = [*observations[1:], agent._last_obs]
+    try:
+        check_finite("reward", np.stack(rewards), 0)
+        check_finite("observation", _concatenate(after), 0)
+        for _, _, observation in finals:
+            check_finite("observation", observation, 0)
+    except FloatingPointError:
+        steps = agent.num_timesteps + np.cumsum(np.sum(mask, 1)) - np.sum(mask)
+        for t, step in enumerate(steps.tolist()):
+            check_finite("reward", rewards[t], step)
+            check_finite("observation", after[t], step)
+            for i, end, observation in finals:
+                if end == t:
+                    check_finite("last observation", observation, step, slot=i)
+        raise
 
 
 def _stack(observations: Any, device: torch.device) -> Observations:

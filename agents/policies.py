@@ -143,6 +143,25 @@ class LMPolicy(ActorCriticPolicy):
         distribution = CategoricalDistribution(int(self.action_space.n))  # type: ignore[attr-defined]
         return distribution.proba_distribution(self._next_token(obs)[0])
 
+    def predict(
+        self,
+        observation: Any,
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """Returns the next token of observations, see `BasePolicy.predict`.
+
+        Raises:
+            ValueError: It is no observation, such as a text.
+        """
+        if not isinstance(observation, Mapping | tuple):  # a tuple is explained there
+            raise ValueError(
+                f"observation is {observation!r}; pass a dictionary with input_ids and "
+                "attention_mask as TextRL-v0 gives it, or a text to the agent's generate()."
+            )
+        return super().predict(observation, state, episode_start, deterministic)  # type: ignore[arg-type]
+
     def predict_values(self, obs: PyTorchObs) -> torch.Tensor:
         """Returns values (n, 1)."""
         return self._next_token(obs)[1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from gymnasium.vector import VectorEnv
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, Schedule
 from stable_baselines3.common.utils import FloatSchedule
@@ -15,6 +17,7 @@ from agents.agent import Agent, is_language_policy
 from agents.kl_control import KLController
 from agents.objectives import Clipped, Objective
 from agents.trajectories import Trajectories
+from textrl_env.sb3 import KLRolloutBuffer
 
 
 class PPO(Agent):
@@ -44,6 +47,9 @@ class PPO(Agent):
         max_grad_norm: Gradients are clipped to this norm.
         use_sde: State-dependent exploration, for continuous actions.
         sde_sample_freq: Steps between its noise samples; -1 once per rollout.
+        rollout_buffer_class: Only Stable-Baselines3's own, or `textrl_env.sb3.KLRolloutBuffer`,
+            whose work this agent does by itself; override `compute_advantages` for another.
+        rollout_buffer_kwargs: Arguments of `KLRolloutBuffer`; not needed here.
         target_kl: Stops the epochs when the KL to the rollout's policy exceeds 1.5 times this.
         stats_window_size: Episodes that the logged means cover.
         tensorboard_log: Folder for TensorBoard, or None.
@@ -60,6 +66,11 @@ class PPO(Agent):
         kl_loss: Its estimator, see `textrl_env.kl`.
         kl_controller: Sets the environment's `kl_coef`, anew after each rollout; None keeps it.
         collector: ``"generate"``, ``"step"`` or ``"auto"``, see `Agent`.
+
+    Raises:
+        AssertionError: As in Stable-Baselines3: there is one transition to normalise by, or a clip
+            range is no number or schedule.
+        ValueError: A rollout buffer is given that this agent cannot honour, or options contradict.
 
     Examples:
         >>> agent = PPO("MlpPolicy", "CartPole-v1", n_steps=64, seed=0).learn(64)
@@ -91,6 +102,8 @@ class PPO(Agent):
         max_grad_norm: float = 0.5,
         use_sde: bool = False,
         sde_sample_freq: int = -1,
+        rollout_buffer_class: type[RolloutBuffer] | None = None,
+        rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
@@ -109,6 +122,7 @@ class PPO(Agent):
         kl_controller: KLController | None = None,
         collector: str = "auto",
     ) -> None:
+        _check_buffer(rollout_buffer_class, rollout_buffer_kwargs)
         text = is_language_policy(policy)
         self.gamma = _default(gamma, 1.0 if text else 0.99)
         self.gae_lambda = _default(gae_lambda, 1.0 if text else 0.95)
@@ -146,6 +160,53 @@ class PPO(Agent):
             _init_setup_model=_init_setup_model,
         )
 
+    def _check_options(self) -> None:
+        super()._check_options()
+        for name in ("clip_range", "clip_range_high", "clip_range_vf"):
+            if name == "clip_range" or getattr(self, name) is not None:
+                self._check_schedule(name)
+        if self.clip_range_vf is not None and not callable(self.clip_range_vf):
+            assert self.clip_range_vf > 0, (
+                f"clip_range_vf is {self.clip_range_vf}; it must be positive, or None for no clip."
+            )
+        if self.n_steps is None or self.env is None or self.batch_size is None:
+            return
+        size = self.n_steps * self.n_envs
+        if self.normalize_advantage:
+            # https://github.com/DLR-RM/stable-baselines3/issues/440
+            assert self.batch_size > 1, (
+                "batch_size is 1, and one advantage cannot be normalised; take more, or "
+                "normalize_advantage=False."
+            )
+            assert size > 1, (
+                f"n_steps * n_envs is {size}, and one advantage cannot be normalised; take more "
+                "steps, or normalize_advantage=False."
+            )
+        if size % self.batch_size:
+            warnings.warn(
+                f"batch_size is {self.batch_size}, which does not divide the n_steps * n_envs = "
+                f"{size} transitions of a rollout: the last mini-batch of each epoch has "
+                f"{size % self.batch_size}; choose a factor of {size}.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _setup_model(self) -> None:
+        super()._setup_model()
+        # Functions of the remaining progress, as callbacks and scripts expect of the attributes.
+        self.clip_range = FloatSchedule(self.clip_range)
+        if self.clip_range_high is not None:
+            self.clip_range_high = FloatSchedule(self.clip_range_high)
+        if self.clip_range_vf is not None:
+            self.clip_range_vf = FloatSchedule(self.clip_range_vf)
+
+    def train(self) -> None:
+        """Updates the policy on the last rollout, and logs the clip ranges."""
+        super().train()
+        self.logger.record("train/clip_range", self._now(self.clip_range))
+        if self.clip_range_vf is not None:
+            self.logger.record("train/clip_range_vf", self._now(self.clip_range_vf))
+
     def compute_advantages(self, trajectories: Trajectories) -> None:
         """Generalised advantage estimates, and the returns that the critic learns."""
         assert trajectories.values is not None
@@ -172,6 +233,20 @@ class PPO(Agent):
 
     def _now(self, clip_range: float | Schedule) -> float:
         return FloatSchedule(clip_range)(self._current_progress_remaining)
+
+
+def _check_buffer(buffer_class: type[RolloutBuffer] | None, kwargs: dict[str, Any] | None) -> None:
+    """Refuses a rollout buffer that would do anything that this agent does not do by itself."""
+    if buffer_class not in (None, RolloutBuffer, DictRolloutBuffer, KLRolloutBuffer):
+        raise ValueError(
+            f"rollout_buffer_class is {buffer_class!r}, but rollouts are kept as Trajectories; "
+            "leave it out, and override compute_advantages() to change what is computed of them."
+        )
+    if kwargs and buffer_class is not KLRolloutBuffer:
+        raise ValueError(
+            f"rollout_buffer_kwargs is {kwargs!r}, but rollouts are kept as Trajectories, which "
+            "take none; leave it out."
+        )
 
 
 def _default(value: Any, default: Any) -> Any:

@@ -234,6 +234,19 @@ def test_kl_control_follows_the_measured_kl(tiny_llama):
     assert steady.mdp.kl_coef == 0.1
 
 
+def test_the_logged_kl_is_that_of_the_policy_to_the_reference(tiny_llama):
+    """And positive once the policy has moved: per token, and summed over completions."""
+    env = make_env(tiny_llama, reward=lambda text, sample: len(set(text)))
+    agent = make_agent(GRPO, env, learning_rate=1e-2)
+    agent.learn(200, log_interval=None)
+    batch, logged = agent.rollout_buffer, agent.logger.name_to_value
+    log_ratio = (batch.logprobs - batch.ref_logprobs)[batch.mask]
+    assert logged["rollout/kl"] == pytest.approx(float(log_ratio.mean()), rel=1e-4)
+    assert logged["rollout/kl_sum"] == pytest.approx(float(log_ratio.sum()) / 8, rel=1e-4)
+    assert logged["rollout/entropy"] == pytest.approx(-float(batch.logprobs[batch.mask].mean()))
+    assert logged["rollout/kl"] > 0.01
+
+
 def test_target_kl_stops_the_epochs(tiny_llama):
     runs = {}
     for target_kl in (None, 1e-4):
@@ -656,6 +669,18 @@ def test_options_of_grpo_reach_the_advantages(tiny_llama):
         )  # fmt: skip
         assert expected.abs().max() > 0
         torch.testing.assert_close(batch.advantages[:, 0], expected)
+
+
+@pytest.mark.parametrize("agent_class", [PPO, GRPO])
+def test_clip_ranges_reach_the_loss(tiny_llama, agent_class):
+    agent = collected(
+        agent_class, tiny_llama, clip_range=0.1, clip_range_high=0.4, clip_range_lower=3.0
+    )
+    batch = agent.rollout_buffer
+    for ratio, advantage, expected in ((1.5, 1.0, -1.4), (0.5, -1.0, 0.9), (4.0, -1.0, 3.0)):
+        batch.advantages = torch.full(batch.mask.shape, advantage)
+        loss, _ = agent.policy_loss(batch.logprobs + np.log(ratio), batch)
+        torch.testing.assert_close(loss, torch.full_like(loss, expected))
 
 
 def test_the_controller_is_told_the_sum_over_tokens(tiny_llama, monkeypatch):

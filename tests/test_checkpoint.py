@@ -291,3 +291,120 @@ def test_a_run_that_was_stopped_in_a_rollout_repeats_it(tiny_llama, tmp_path):
     resumed = GRPO.load(tmp_path / "stopped", env=make_env(tiny_llama))
     resumed.learn(60 - resumed.num_timesteps, reset_num_timesteps=False)
     assert torch.equal(weights(resumed), weights(whole))
+
+
+def control_agent(**kwargs):
+    return PPO("MlpPolicy", "CartPole-v1", n_steps=16, batch_size=16, seed=0, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["str", "path", "file", "buffer"])
+def test_names_and_files(tmp_path, kind):
+    agent = control_agent()
+    if kind in ("str", "path"):
+        target = tmp_path / "agent"
+        target = str(target) if kind == "str" else target
+        agent.save(target)
+        loaded = PPO.load(target)
+    elif kind == "file":
+        with open(tmp_path / "file", "wb") as file:
+            agent.save(file)
+        with open(tmp_path / "file", "rb") as file:
+            loaded = PPO.load(file)
+    else:
+        buffer = io.BytesIO()
+        agent.save(buffer)
+        loaded = PPO.load(buffer)
+    assert torch.equal(weights(loaded), weights(agent))
+
+
+def test_what_is_no_file_is_said(tmp_path):
+    agent = control_agent()
+    with open(tmp_path / "text", "w") as file:
+        for path in (None, 3, file):
+            with pytest.raises(TypeError, match="pass a file name, or a binary file"):
+                agent.save(path)
+    with pytest.raises(TypeError, match="pass a file name, or a binary file"):
+        PPO.load(None)
+    with open(tmp_path / "text", "rb") as file, pytest.raises(ValueError, match="not open for wri"):
+        agent.save(file)
+
+
+def test_exclude_and_include(tmp_path):
+    agent = control_agent(ent_coef=0.5, tensorboard_log=str(tmp_path / "logs"))
+    agent.learn(64)
+    names = ["ent_coef", "tensorboard_log", "num_timesteps", "ep_info_buffer", "unknown"]
+    agent.save(tmp_path / "part", exclude=names, include=["tensorboard_log"])
+    with pytest.raises(ValueError, match=r"ent_coef was left out.*pass ent_coef=\.\.\. to load"):
+        PPO.load(tmp_path / "part")
+    loaded = PPO.load(tmp_path / "part", ent_coef=0.25)
+    assert (loaded.ent_coef, loaded.num_timesteps, loaded.ep_info_buffer) == (0.25, 0, None)
+    assert loaded.tensorboard_log == agent.tensorboard_log
+    assert loaded._n_updates == agent._n_updates > 0
+    assert torch.equal(weights(loaded), weights(agent))
+    loaded.set_env(gym.make("CartPole-v1"))
+    assert loaded.learn(16, reset_num_timesteps=False).num_timesteps == 16
+
+
+def test_system_info_is_stored_and_printed(tmp_path, capsys):
+    control_agent().save(tmp_path / "agent")
+    with zipfile.ZipFile(tmp_path / "agent.zip") as file:
+        saved = json.loads(file.read("agent.json"))["system_info"]
+    assert saved["PyTorch"] == torch.__version__
+    PPO.load(tmp_path / "agent")
+    assert not capsys.readouterr().out
+    PPO.load(tmp_path / "agent", print_system_info=True)
+    current, of_file = capsys.readouterr().out.split("== SAVED MODEL SYSTEM INFO ==")
+    assert current.startswith("== CURRENT SYSTEM INFO ==")
+    for text in (current, of_file):
+        assert f"- PyTorch: {torch.__version__}" in text
+
+
+def test_damaged_files_are_a_value_error(tmp_path):
+    agent = control_agent().learn(16)
+    agent.save(tmp_path / "good.zip")
+    whole = (tmp_path / "good.zip").read_bytes()
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        with pytest.raises(ValueError, match="damaged"):
+            PPO.load(io.BytesIO(whole[:length]))
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 255
+    with pytest.raises(ValueError, match="damaged"):
+        PPO.load(io.BytesIO(flipped))
+    with zipfile.ZipFile(tmp_path / "good.zip") as file:
+        content = {name: file.read(name) for name in file.namelist()}
+    description = json.loads(content["agent.json"])
+    state = torch.load(io.BytesIO(content["state.pt"]), weights_only=True)
+
+    def refused(**changed):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as file:
+            for member, value in (content | changed).items():
+                if value is not None:
+                    file.writestr(member, value)
+        for read in (PPO.load, agent.set_parameters):
+            before = weights(agent)
+            try:
+                read(buffer)
+            except ValueError:
+                continue
+            # What `set_parameters` does not read may be damaged.
+            assert read == agent.set_parameters
+            assert torch.equal(weights(agent), before)
+
+    for member, value in content.items():
+        for junk in (None, b"", b"junk", value[: len(value) // 2]):
+            refused(**{member: junk})
+    for key in [*description, "class"]:
+        without = {name: value for name, value in description.items() if name != key}
+        refused(**{"agent.json": json.dumps(without)})
+        for junk in (None, [1], {"a": 1}, "os:system"):
+            if key == "system_info" and isinstance(junk, dict):
+                continue
+            refused(**{"agent.json": json.dumps(description | {key: junk})})
+    for arguments in ({"policy": {"b": 1}}, {"gamma": {"kl_controller": "os"}}, {"nonsense": 1}):
+        changed = description | {"arguments": description["arguments"] | arguments}
+        refused(**{"agent.json": json.dumps(changed)})
+    for broken in ([], {}, {"counters": {}, "optimizer": {}}, state | {"optimizer": [1]}):
+        buffer = io.BytesIO()
+        torch.save(broken, buffer)
+        refused(**{"state.pt": buffer.getvalue()})

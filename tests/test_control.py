@@ -13,6 +13,8 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from agents.fused import FusedUpdate
+from agents.updates import AutogradUpdate
 from textrl_env.sb3 import GymVecEnv
 
 
@@ -66,6 +68,13 @@ class Limits(gym.Env):
         return observation, float(self.steps), terminated, truncated, {}
 
 
+class SharedShuffling(np.random.Generator):
+    """Draws permutations as Stable-Baselines3's buffer does, from numpy's global state."""
+
+    def permutation(self, count):
+        return np.random.permutation(count)
+
+
 @pytest.mark.parametrize("use_sde", [False, True])
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_a_rollout_equals_stable_baselines3(env_id, use_sde):
@@ -106,13 +115,6 @@ def test_a_rollout_equals_stable_baselines3(env_id, use_sde):
 
 def test_a_whole_training_equals_stable_baselines3():
     """With the same mini-batches, the weights after several updates are the same."""
-
-    class SharedShuffling(np.random.Generator):
-        """Draws permutations as Stable-Baselines3's buffer does, from numpy's global state."""
-
-        def permutation(self, count):
-            return np.random.permutation(count)
-
     runs = []
     for agent_class in (PPO, stable_baselines3.PPO):
         agent = agent_class(
@@ -125,6 +127,74 @@ def test_a_whole_training_equals_stable_baselines3():
         agent.learn(512)
         runs.append(torch.cat([p.detach().flatten() for p in agent.policy.parameters()]))
     torch.testing.assert_close(*runs, atol=1e-5, rtol=1e-4)
+
+
+def beside_stable_baselines3(**kwargs):
+    """Both agents after the same training, with the same mini-batches."""
+    agents = []
+    for agent_class in (PPO, stable_baselines3.PPO):
+        env = make_vec_env("Pendulum-v1", n_envs=2, seed=3)
+        agent = agent_class(
+            "MlpPolicy", env, **{"n_steps": 128, "batch_size": 32, "seed": 3, **kwargs}
+        )
+        if agent_class is PPO:
+            agent.shuffling = SharedShuffling(np.random.PCG64())
+        agents.append(agent.learn(512))
+    return agents
+
+
+def test_logged_values_equal_stable_baselines3():
+    ours, theirs = (
+        agent.logger.name_to_value for agent in beside_stable_baselines3(n_epochs=2, ent_coef=0.1)
+    )
+    for name in (
+        "explained_variance", "entropy_loss", "policy_gradient_loss", "value_loss", "std",
+        "learning_rate", "clip_range", "n_updates",
+    ):  # fmt: skip
+        assert ours[f"train/{name}"] == pytest.approx(theirs[f"train/{name}"], rel=1e-3), name
+
+
+@pytest.mark.parametrize("target_kl", [3e-4, 1e-3, 3e-3])
+def test_the_epochs_stop_where_those_of_stable_baselines3_do(target_kl):
+    """Before the step of the mini-batch whose KL exceeds 1.5 times the target."""
+    ours, theirs = beside_stable_baselines3(n_epochs=8, target_kl=target_kl, learning_rate=1e-3)
+    assert ours._n_updates == theirs._n_updates < 16
+    torch.testing.assert_close(
+        *(
+            torch.cat([p.detach().flatten() for p in agent.policy.parameters()])
+            for agent in (ours, theirs)
+        ),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("update", ["autograd", "fused"])
+def test_options_of_ppo_reach_the_loss(update):
+    """The upper clip of its own, schedules of either, and advantages that stay as they are."""
+
+    def loss(ratio, **kwargs):
+        agent = PPO("MlpPolicy", "CartPole-v1", n_steps=2, batch_size=2, seed=0, **kwargs)
+        _, callback = agent._setup_learn(1, None)
+        agent.collect_rollouts(callback)
+        agent.compute_advantages(agent.rollout_buffer)
+        batch = agent.rollout_buffer.as_transitions()
+        batch.advantages = torch.tensor([[1.0], [3.0]])
+        batch.logprobs = batch.logprobs - np.log(ratio)
+        agent._current_progress_remaining = 0.5
+        if update == "autograd":
+            means = AutogradUpdate(agent, batch).gradients(batch)
+        else:
+            fused = FusedUpdate(agent, agent.network, batch)
+            means = fused.gradients(next(fused.mini_batches(np.arange(2), 2)))
+        return means["policy_gradient_loss"]
+
+    plain = {"normalize_advantage": False}
+    assert loss(1.5, **plain) == pytest.approx(-2.4)
+    assert loss(1.5, **plain, clip_range_high=0.4) == pytest.approx(-2.8)
+    assert loss(1.5, **plain, clip_range_high=lambda p: 0.6 * p) == pytest.approx(-2.6)
+    assert loss(1.5, **plain, clip_range=lambda p: 0.2 * p) == pytest.approx(-2.2)
+    assert loss(1.5) == pytest.approx(0.5**0.5 * (1.5 - 1.2) / 2)
 
 
 @pytest.mark.parametrize("mode", [*AutoresetMode, "vec"])

@@ -399,7 +399,8 @@ def test_the_mode_of_one_vector_is_not_that_of_another(tiny_llama, mode):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_envs": 0}, "num_envs is 0; it must be at least 1"),
+        ({"num_envs": 0}, "num_envs is 0; it must be a whole number of at least 1"),
+        ({"num_envs": "4"}, "num_envs is '4'; it must be a whole number of at least 1"),
         ({"autoreset_mode": "never"}, "autoreset_mode is 'never'; use one of "),
         ({"render_mode": "gif"}, "render_mode is 'gif'"),
         ({"kl_mode": "x"}, "kl_mode is 'x'"),

@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -106,6 +106,12 @@ class TextRLConfig:
             "a positive number of seconds, or None",
             lambda v: v is None or (_is_number(v) and v > 0),
         )
+        self._check("model", "a name or directory", lambda v: isinstance(v, str | os.PathLike))
+        self._check(
+            "reference",
+            "a name or directory, or None",
+            lambda v: v is None or isinstance(v, str | os.PathLike),
+        )
         for name in ("max_prompt_tokens", "max_new_tokens"):
             self._check(
                 name,
@@ -120,7 +126,10 @@ class TextRLConfig:
         self._check(
             "stop",
             "a list of strings that are not empty, or None",
-            lambda v: v is None or (not isinstance(v, str) and all(_is_text(s) for s in v)),
+            lambda v: (
+                v is None
+                or (isinstance(v, Iterable) and not isinstance(v, str) and all(map(_is_text, v)))
+            ),
         )
         self._check(
             "task_kwargs", "a mapping of keyword arguments", lambda v: isinstance(v, Mapping)

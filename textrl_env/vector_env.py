@@ -62,8 +62,8 @@ class TextRLVectorEnv(
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         **options: Any,
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs is {num_envs}; it must be at least 1.")
+        if not (isinstance(num_envs, int | np.integer) and num_envs >= 1):
+            raise ValueError(f"num_envs is {num_envs!r}; it must be a whole number of at least 1.")
         self.num_envs = num_envs
         self.render_mode = check_render_mode(render_mode)
         self.autoreset_mode = _autoreset_mode(autoreset_mode)

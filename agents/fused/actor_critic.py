@@ -199,13 +199,14 @@ class Actor:
     def __call__(self, observations: Any) -> NDArray[Any]:
         """Returns an action for each observation of a batch (n, ...)."""
         hidden = self._network.array_features(observations)
-        for weight, bias in self._layers:
-            hidden = np.dot(hidden, weight)
-            hidden += bias
-            hidden = self._activation(hidden, out=hidden)
-        outputs = np.dot(hidden, self._action_weight)
-        outputs += self._action_bias
-        return self._network.head.sample(outputs, hidden)
+        with np.errstate(invalid="ignore"):  # the collector names what is not finite
+            for weight, bias in self._layers:
+                hidden = np.dot(hidden, weight)
+                hidden += bias
+                hidden = self._activation(hidden, out=hidden)
+            outputs = np.dot(hidden, self._action_weight)
+            outputs += self._action_bias
+            return self._network.head.sample(outputs, hidden)
 
     def values(self, observations: Any) -> torch.Tensor:
         """Returns values (n,) of a batch of observations."""

@@ -88,7 +88,7 @@ class FunctionTask(Task):
         stop: Strings that end a completion.
 
     Raises:
-        TypeError: ``prompts`` is a single text.
+        TypeError: ``prompts`` is a single text, or no sequence.
         ValueError: There are no prompts, a prompt is unusable, the lengths differ, or there is
             neither an answer nor a scoring function.
 
@@ -110,6 +110,8 @@ class FunctionTask(Task):
     ) -> None:
         if isinstance(prompts, str):
             raise TypeError(f"prompts must be a sequence of prompts, not the one text {prompts!r}")
+        if not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts is {prompts!r}; pass a list of prompts, such as list(...)")
         if not prompts:
             raise ValueError("a task needs at least one prompt, got none")
         if answers is None and score is None:
