@@ -73,8 +73,9 @@ def is_language_policy(policy: str | type[BasePolicy]) -> bool:
 class Agent(BaseAlgorithm):
     """A policy-gradient agent for any environment, text or not.
 
-    A subclass says which advantages it uses (`compute_advantages`) and which `objective`; the rest
-    is here. The loop is: collect, shape rewards, advantages, mini-batches, one optimiser step each.
+    A subclass says which advantages it uses (`compute_advantages`) and which objective
+    (`policy_objective`); the rest is here. The loop is: collect, shape rewards, advantages,
+    mini-batches, one optimiser step each.
 
     Args:
         policy: ``"LMPolicy"`` for text; ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``
@@ -92,7 +93,8 @@ class Agent(BaseAlgorithm):
         ent_coef: Weight of the entropy bonus.
         vf_coef: Weight of the value loss.
         max_grad_norm: Gradients are clipped to this norm.
-        loss_aggregation: How token losses become one number, see `agents.aggregation`.
+        loss_aggregation: How token losses become one number, see `agents.aggregation`. Elsewhere
+            than on text a mini-batch is transitions, and its loss their mean.
         kl_loss_coef: Weight of the KL to the reference as a loss.
         kl_loss: Its estimator, see `textrl_env.kl`; or ``"full"``.
         kl_controller: Sets the environment's `kl_coef`, anew after each rollout; None keeps it.
@@ -482,7 +484,7 @@ class Agent(BaseAlgorithm):
         """Fills `advantages` and, with a critic, `returns` of the trajectories."""
 
     @abstractmethod
-    def objective(self) -> Objective:
+    def policy_objective(self) -> Objective:
         """Returns the objective of the policy with its present coefficients."""
 
     def policy_loss(
@@ -490,7 +492,7 @@ class Agent(BaseAlgorithm):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss of each step (B, T) and statistics of each step to log."""
         assert batch.advantages is not None
-        return self.objective().loss(logprobs, batch.logprobs, batch.advantages)
+        return self.policy_objective().loss(logprobs, batch.logprobs, batch.advantages)
 
     def value_clip_range(self) -> float | None:
         """Returns how far a value may move from its old one in the loss; None is any way."""

@@ -36,8 +36,9 @@ class GRPO(Agent):
         learning_rate: A number, or a function of the remaining progress (1 to 0). None is 3e-4,
             and 1e-5 for a language model: 1e-6 to 1e-5 is usual for 0.1 to 7 billion parameters,
             and `tiny` takes 2e-4.
-        batch_size: Episodes per optimiser step; None takes the whole rollout, which is on-policy.
-        micro_batch_size: Episodes that are run at a time. It bounds memory and changes nothing.
+        batch_size: Episodes (transitions where there is no text) per optimiser step; None takes
+            the whole rollout, which is on-policy.
+        micro_batch_size: Rows that are run at a time. It bounds memory and changes nothing.
         n_epochs: Passes over a rollout.
         group_size: Episodes per start state G; it must divide the number of slots.
         scale_rewards: What the advantage is divided by: the ``"group"``'s standard deviation, the
@@ -56,7 +57,8 @@ class GRPO(Agent):
             see `textrl_env.kl`.
         kl_controller: Sets the environment's `kl_coef`, anew after each rollout; None keeps it.
         loss_aggregation: How token losses become one number: ``"seq-mean-token-mean"`` as in the
-            paper, ``"token-mean"`` as in DAPO, see `agents.aggregation`.
+            paper, ``"token-mean"`` as in DAPO, see `agents.aggregation`. Where there is no text a
+            mini-batch is transitions, and its loss their mean.
         max_grad_norm: Gradients are clipped to this norm.
         target_kl: Stops the epochs when the KL to the rollout's policy exceeds 1.5 times this.
         collector: ``"generate"``, ``"step"`` or ``"auto"``, see `Agent`.
@@ -154,6 +156,6 @@ class GRPO(Agent):
         )
         trajectories.advantages = advantages[:, None].expand_as(trajectories.mask)
 
-    def objective(self) -> Objective:
+    def policy_objective(self) -> Objective:
         """The clipped objective."""
         return Clipped(self.clip_range, self.clip_range_high, self.clip_range_lower)

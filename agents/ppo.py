@@ -15,13 +15,16 @@ from stable_baselines3.common.utils import FloatSchedule
 from agents.advantages import gae
 from agents.agent import Agent, is_language_policy
 from agents.kl_control import KLController
-from agents.objectives import Clipped, Objective
+from agents.masked import masked_sum
+from agents.objectives import Clipped, KLPenalty, Objective
+from agents.policies import LMPolicy
 from agents.trajectories import Trajectories
+from textrl_env.kl import kl_estimate
 from textrl_env.sb3 import KLRolloutBuffer
 
 
 class PPO(Agent):
-    """The clipped objective with a critic and generalised advantage estimation.
+    """The clipped objective, or a KL penalty, with a critic and generalised advantage estimation.
 
     The arguments are those of ``stable_baselines3.PPO``, with the same defaults on control. Where
     text wants another value, the default is None and says which.
@@ -57,6 +60,9 @@ class PPO(Agent):
         verbose: 0 silent, 1 logs to the terminal.
         seed: Seeds everything that the agent draws.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``.
+        objective: ``"clip"``, or the KL penalty with its β: ``FixedKL(1.0)``, or the paper's rule
+            ``TwoSidedKL(1.0, target=0.01)``, see `agents.kl_control`. It is told the mean over
+            steps of KL(π_old‖π) after each update.
         clip_range_high: Upper clip, where it differs from `clip_range` (DAPO, arXiv:2503.14476).
         clip_range_lower: Dual clip c > 1 (arXiv:1912.09729): bounds the loss of a token with a
             negative advantage by c·|A|. None is none, and 3.0 on text; infinity leaves it out.
@@ -113,6 +119,7 @@ class PPO(Agent):
         device: torch.device | str = "auto",
         _init_setup_model: bool = True,
         *,
+        objective: str | KLController = "clip",
         clip_range_high: float | Schedule | None = None,
         clip_range_lower: float | None = None,
         micro_batch_size: int | None = None,
@@ -126,6 +133,7 @@ class PPO(Agent):
         text = is_language_policy(policy)
         self.gamma = _default(gamma, 1.0 if text else 0.99)
         self.gae_lambda = _default(gae_lambda, 1.0 if text else 0.95)
+        self.objective = objective
         self.clip_range = clip_range
         self.clip_range_high = clip_range_high
         self.clip_range_lower = _default(clip_range_lower, 3.0 if text else None)
@@ -162,6 +170,11 @@ class PPO(Agent):
 
     def _check_options(self) -> None:
         super()._check_options()
+        if not (self.objective == "clip" or isinstance(self.objective, KLController)):
+            raise ValueError(
+                f"objective is {self.objective!r}; use 'clip', or one of agents.kl_control for a "
+                "KL penalty, such as TwoSidedKL(1.0, target=0.01)."
+            )
         for name in ("clip_range", "clip_range_high", "clip_range_vf"):
             if name == "clip_range" or getattr(self, name) is not None:
                 self._check_schedule(name)
@@ -201,9 +214,13 @@ class PPO(Agent):
             self.clip_range_vf = FloatSchedule(self.clip_range_vf)
 
     def train(self) -> None:
-        """Updates the policy on the last rollout, and logs the clip ranges."""
+        """Updates the policy on the last rollout, and sets β of a KL penalty for the next."""
         super().train()
-        self.logger.record("train/clip_range", self._now(self.clip_range))
+        if isinstance(self.objective, KLController):
+            self.logger.record("train/kl_penalty_coef", self.objective.coef)
+            self.objective.update(self._divergence(), len(self.rollout_buffer or ()))
+        else:
+            self.logger.record("train/clip_range", self._now(self.clip_range))
         if self.clip_range_vf is not None:
             self.logger.record("train/clip_range_vf", self._now(self.clip_range_vf))
 
@@ -222,14 +239,31 @@ class PPO(Agent):
             gae_lambda=self.gae_lambda,
         )
 
-    def objective(self) -> Objective:
-        """The clipped objective (eq. 7)."""
+    def policy_objective(self) -> Objective:
+        """The clipped objective (eq. 7), or the one with a KL penalty (eq. 8)."""
+        if isinstance(self.objective, KLController):
+            return KLPenalty(self.objective.coef)
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return Clipped(self._now(self.clip_range), self._now(high), self.clip_range_lower)
 
     def value_clip_range(self) -> float | None:
         """How far a value may move from its old one in the loss."""
         return None if self.clip_range_vf is None else self._now(self.clip_range_vf)
+
+    def _divergence(self) -> float:
+        """The mean over the rollout's steps of KL(π_old‖π), π as it is now."""
+        batch = self.rollout_buffer
+        assert batch is not None
+        if not isinstance(self.policy, LMPolicy):
+            batch = batch.as_transitions()
+        rows = torch.arange(len(batch), device=self.device)
+        total = 0.0
+        with torch.no_grad():
+            for part in rows.split(self.micro_batch_size or len(rows)):
+                piece = batch.select(part)
+                kl = kl_estimate(piece.logprobs, self.evaluate(piece).logprobs, "k3")
+                total += float(masked_sum(kl, piece.loss_mask))
+        return total / max(int(batch.loss_mask.sum()), 1)
 
     def _now(self, clip_range: float | Schedule) -> float:
         return FloatSchedule(clip_range)(self._current_progress_remaining)

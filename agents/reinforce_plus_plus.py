@@ -130,7 +130,7 @@ class ReinforcePlusPlus(Agent):
             trajectories.rewards, trajectories.loss_mask, self.gamma
         )
 
-    def objective(self) -> Objective:
+    def policy_objective(self) -> Objective:
         """The clipped objective."""
         return Clipped(self.clip_range)
 

@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agents.fused import FusedUpdate
+from agents.kl_control import FixedKL, TwoSidedKL
 from agents.updates import AutogradUpdate
 from textrl_env.sb3 import GymVecEnv
 
@@ -195,6 +196,34 @@ def test_options_of_ppo_reach_the_loss(update):
     assert loss(1.5, **plain, clip_range_high=lambda p: 0.6 * p) == pytest.approx(-2.6)
     assert loss(1.5, **plain, clip_range=lambda p: 0.2 * p) == pytest.approx(-2.2)
     assert loss(1.5) == pytest.approx(0.5**0.5 * (1.5 - 1.2) / 2)
+
+
+def test_a_kl_penalty_holds_the_update_and_adapts(tmp_path):
+    """The rule of the 2017 paper, told the divergence of the update that was made."""
+
+    def train(objective, steps=64):
+        agent = PPO(
+            "MlpPolicy", "CartPole-v1", n_steps=64, batch_size=64, n_epochs=20, learning_rate=1e-2,
+            seed=0, objective=objective,
+        )  # fmt: skip
+        agent.set_logger(configure(str(tmp_path), []))
+        return agent.learn(steps)
+
+    divergences = []
+    for coef in (0.0, 1.0, 1e4):
+        agent = train(FixedKL(coef))
+        divergences.append(agent._divergence())
+        assert agent.logger.name_to_value["train/kl_penalty_coef"] == coef
+        assert "train/clip_fraction" not in agent.logger.name_to_value
+    assert divergences[0] > divergences[1] > divergences[2] >= 0
+    [before, after] = (TwoSidedKL(1.0, target) for target in (1e9, 1e-9))
+    assert train(before).objective.coef == 0.5
+    assert train(after).objective.coef == 2.0
+    agent = train(TwoSidedKL(1.0, 1e-9))
+    agent.save(tmp_path / "agent")
+    assert PPO.load(tmp_path / "agent").objective.coef == 2.0
+    with pytest.raises(ValueError, match="objective is 'kl'"):
+        train("kl")
 
 
 @pytest.mark.parametrize("mode", [*AutoresetMode, "vec"])

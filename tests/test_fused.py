@@ -11,6 +11,7 @@ from stable_baselines3.common.env_util import make_vec_env
 
 from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agents.fused import Actor
+from agents.kl_control import FixedKL
 from agents.objectives import Clipped, KLPenalty
 from agents.updates import AutogradUpdate
 
@@ -22,6 +23,7 @@ PPO_CASES = [
     ("CartPole-v1", {"batch_size": 128, "clip_range_lower": 1.5, "clip_range_high": 0.3}),
     ("CartPole-v1", {"batch_size": 43, "policy_kwargs": TWO_SIZES, "normalize_advantage": False}),
     ("CartPole-v1", {"target_kl": 1e-4, "learning_rate": 3e-3, "max_grad_norm": 0.05}),
+    ("CartPole-v1", {"objective": FixedKL(0.7), "n_epochs": 8, "learning_rate": 3e-3}),
     ("Pendulum-v1", {"ent_coef": 0.02, "policy_kwargs": RELU}),
     ("Pendulum-v1", {"ent_coef": 0.02, "use_sde": True, "sde_sample_freq": 4}),
     ("MountainCarContinuous-v0", {"use_sde": True, "policy_kwargs": {"log_std_init": -1.0}}),

@@ -30,7 +30,7 @@ class FusedUpdate:
 
     def __init__(self, agent: Agent, network: FusedActorCritic, batch: Trajectories) -> None:
         self.agent, self.network = agent, network
-        self.objective = agent.objective()
+        self.objective = agent.policy_objective()
         self.clip_range_vf = agent.value_clip_range()
         network.flat.attach()
         network.flat.attach_optimizer()
