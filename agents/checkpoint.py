@@ -156,7 +156,7 @@ def load(
         observation_space = _decode_space(description["observation_space"])
         action_space = _decode_space(description["action_space"])
         n_envs, run_seed = int(description["n_envs"]), int(description["run_seed"])
-        system_info = dict(description["system_info"])
+        system_info = dict(description.get("system_info", {}))
     if saved is None or not fits:
         raise ValueError(
             f"{path} is a checkpoint of {named}, not of {cls.__name__}; load it with "
