@@ -45,7 +45,7 @@ from agents.collectors import (
 )
 from agents.engines import TorchEngine
 from agents.evaluation import evaluate_task
-from agents.fused import FusedActorCritic, FusedUpdate
+from agents.fused import FusedActorCritic, FusedUpdate, as_many_threads_as_pay
 from agents.kl_control import KLController
 from agents.objectives import Objective, value_loss
 from agents.policies import Evaluation, LMPolicy
@@ -409,17 +409,21 @@ class Agent(BaseAlgorithm):
             progress_bar,
         )
         callback.on_training_start(locals(), globals())
+        work = math.inf
+        if self.network is not None and self.batch_size is not None:
+            work = self.network.operations(self.batch_size)
         try:
-            while self.num_timesteps < total_timesteps:
-                self.resume_point = checkpoint.counters(self)
-                if not self.collect_rollouts(callback):
-                    break
-                iteration += 1
-                self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
-                if log_interval is not None and iteration % log_interval == 0:
-                    self.dump_logs(iteration)
-                self.train()
-                self.resume_point = None
+            with as_many_threads_as_pay(work):
+                while self.num_timesteps < total_timesteps:
+                    self.resume_point = checkpoint.counters(self)
+                    if not self.collect_rollouts(callback):
+                        break
+                    iteration += 1
+                    self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
+                    if log_interval is not None and iteration % log_interval == 0:
+                        self.dump_logs(iteration)
+                    self.train()
+                    self.resume_point = None
         finally:
             # Also after an exception: a progress bar must be closed, a file flushed.
             callback.on_training_end()

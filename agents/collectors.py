@@ -343,8 +343,10 @@ def _report_logprobs(env: VecEnv, logprobs: NDArray[np.float64]) -> None:
 
 def _reset_noise(agent: Agent, n_steps: int, reset_noise: Callable[[int], None]) -> None:
     """Draws new noise for state-dependent exploration, as often as asked for."""
-    frequency = agent.sde_sample_freq
-    if agent.use_sde and (n_steps == 0 or (frequency > 0 and n_steps % frequency == 0)):
+    if agent.use_sde and n_steps == 0:
+        reset_noise(agent.n_envs)
+    # At the first step once more, as Stable-Baselines3 does.
+    if agent.use_sde and agent.sde_sample_freq > 0 and n_steps % agent.sde_sample_freq == 0:
         reset_noise(agent.n_envs)
 
 

@@ -113,6 +113,23 @@ def test_dict_observations_are_flattened_alike(monkeypatch):
     assert_same_training(*agents)
 
 
+def test_small_work_runs_on_one_thread_and_the_number_is_given_back():
+    seen = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for width in (64, 512):
+            agent = PPO(
+                "MlpPolicy", "CartPole-v1", n_steps=64, batch_size=64,
+                policy_kwargs={"net_arch": [width, width]}, seed=0,
+            )  # fmt: skip
+            agent.learn(64, callback=lambda *_: seen.append(torch.get_num_threads()))
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert (seen[0], seen[-1]) == (1, 2)
+
+
 class Silent(BaseCallback):
     """Looks at the steps and does nothing."""
 

@@ -111,6 +111,10 @@ class FusedActorCritic:
         """Whether the policy still has the optimiser that it came with."""
         return policy.optimizer is self.flat.optimizer and is_plain_adam(policy.optimizer)
 
+    def operations(self, rows: int) -> float:
+        """Returns the floating-point operations of a mini-batch, forward and backward."""
+        return 6.0 * len(self.flat.values) * rows
+
     def features(self, observations: Any) -> torch.Tensor:
         """Returns what the first layer takes, float32 (B, D), of tensors."""
         if self._vectors:
