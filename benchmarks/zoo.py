@@ -109,6 +109,7 @@ _WIDE_RELU = {
     "net_arch": {"pi": [256, 256], "vf": [256, 256]},
 }
 _LOCOMOTION = Entry(
+    total_timesteps=300_000,
     trpo=_settings(
         2,
         normalize=True,
@@ -163,6 +164,7 @@ _HOPPER = dataclasses.replace(
     ),
 )
 _INVERTED_PENDULUM = Entry(
+    total_timesteps=300_000,
     ppo=_settings(
         normalize=True,
         n_steps=32,
@@ -207,6 +209,7 @@ ZOO: dict[str, Entry] = {
         ),
     ),
     "Acrobot-v1": Entry(
+        total_timesteps=200_000,
         ppo=_settings(
             16,
             normalize=True,
