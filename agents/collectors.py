@@ -274,9 +274,16 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
     first_obs: Any = obs
     steps: list[tuple[Any, ...]] = []
     clip = _clipping(agent)
+    actor = None if text else _silent_actor(agent, callback)
+    step = _stepping(env, actor)
+    log_probs, values = torch.zeros(n), None
     while active.any():
-        _reset_noise(agent, len(steps), agent.policy.reset_noise)
-        actions, log_probs, values = _act(agent, obs, uniforms, len(steps))
+        if actor is None:
+            _reset_noise(agent, len(steps), agent.policy.reset_noise)
+            actions, log_probs, values = _act(agent, obs, uniforms, len(steps))
+        else:
+            _reset_noise(agent, len(steps), actor.reset_noise)
+            actions = actor(obs)
         if text:
             assert agent.mdp is not None
             # Slots that wait go on in an episode of no account, by an action allowed everywhere.
@@ -284,7 +291,7 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
             if agent.mdp.config.kl_mode == "policy":
                 _report_logprobs(env, log_probs.double().cpu().numpy())
         clipped_actions = clip(actions)
-        new_obs, rewards, dones, infos = env.step(clipped_actions)
+        new_obs, rewards, dones, infos = step(clipped_actions)
         for i in np.flatnonzero(~active | dones).tolist():
             if not active[i]:
                 infos[i], rewards[i], dones[i] = {}, 0.0, False
@@ -313,8 +320,32 @@ def step_episodes(agent: Agent, callback: BaseCallback) -> Trajectories | None:
         steps.append((obs, actions, log_probs_array, shaped, dones, infos, active.copy(), values))
         active &= ~dones
         obs = new_obs
+    batch = _episode_trajectories(agent, first_obs, steps, starts, text)
+    if actor is not None:
+        logprobs, evaluated = actor.evaluate(batch.observations, batch.actions)
+        batch.logprobs = torch.where(batch.mask, logprobs, 0.0)
+        batch.values = evaluated
     agent.rollout_seconds = time.perf_counter() - start_of_rollout
-    return _episode_trajectories(agent, first_obs, steps, starts, text)
+    return batch
+
+
+def _is_watched(callback: BaseCallback) -> bool:
+    """Whether anybody looks at single steps."""
+    return not (isinstance(callback, ConvertCallback) and callback.callback is None)
+
+
+def _silent_actor(agent: Agent, callback: BaseCallback) -> Actor | None:
+    """Gives actions alone; log-probabilities and values can wait where nobody looks at a step."""
+    if agent.network is None or _is_watched(callback) or agent.subtracts_kl:
+        return None
+    return Actor(agent.network)
+
+
+def _stepping(env: VecEnv, actor: Actor | None) -> Callable[[NDArray[Any]], Any]:
+    """The environment's step, without copies where nobody could keep what it gives."""
+    if actor is not None and type(env) is DummyVecEnv and env.keys == [None]:
+        return partial(step_without_copies, env)
+    return env.step
 
 
 def _act(
@@ -414,7 +445,7 @@ def _episode_trajectories(
         truncated=torch.from_numpy(truncated).to(device),
         groups=torch.from_numpy(np.arange(len(mask)) // agent.group_size).to(device),
         valid=torch.from_numpy(~masked).to(device),
-        values=torch.stack(values, 1) if agent.uses_critic else None,
+        values=torch.stack(values, 1) if agent.uses_critic and values[0] is not None else None,
         final_values=final_values.to(device) if agent.uses_critic else None,
         last_values=torch.zeros(len(mask), device=device) if agent.uses_critic else None,
     )
@@ -438,15 +469,9 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
     assert agent.n_steps is not None
     start = time.perf_counter()
     callback.on_rollout_start()
-    watched = not (isinstance(callback, ConvertCallback) and callback.callback is None)
-    # Where nobody looks at single steps, log-probabilities and values wait for the end.
-    actor = None
-    if agent.network is not None and not watched and not agent.subtracts_kl:
-        actor = Actor(agent.network)
-    clip = _clipping(agent)
-    step = env.step
-    if actor is not None and type(env) is DummyVecEnv and env.keys == [None]:
-        step = partial(step_without_copies, env)
+    watched = _is_watched(callback)
+    actor = _silent_actor(agent, callback)
+    clip, step = _clipping(agent), _stepping(env, actor)
     late = isinstance(env, GymVecEnv) and env.restarts_late
     everyone = np.ones(env.num_envs, dtype=np.bool_)
     log_probs: torch.Tensor | None = None
@@ -464,7 +489,7 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         clipped_actions = clip(actions)
         new_obs, rewards, dones, infos = step(clipped_actions)
         rewards = rewards.astype(np.float32, copy=False)
-        taken = ~env.restarted if late else everyone  # type: ignore[attr-defined]
+        taken = ~env.restarted if late else everyone
         if agent.subtracts_kl:
             assert log_probs is not None
             rewards = _shaped_rewards(
