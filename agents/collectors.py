@@ -472,7 +472,7 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
     watched = _is_watched(callback)
     actor = _silent_actor(agent, callback)
     clip, step = _clipping(agent), _stepping(env, actor)
-    late = isinstance(env, GymVecEnv) and env.restarts_late
+    late = env if isinstance(env, GymVecEnv) and env.restarts_late else None
     everyone = np.ones(env.num_envs, dtype=np.bool_)
     log_probs: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -489,7 +489,7 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         clipped_actions = clip(actions)
         new_obs, rewards, dones, infos = step(clipped_actions)
         rewards = rewards.astype(np.float32, copy=False)
-        taken = ~env.restarted if late else everyone
+        taken = everyone if late is None else ~late.restarted
         if agent.subtracts_kl:
             assert log_probs is not None
             rewards = _shaped_rewards(
@@ -521,7 +521,7 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
                 truncated[i] = infos[i].get("TimeLimit.truncated", False)
                 finals.append((i, n_steps, infos[i]["terminal_observation"]))
         steps.append((obs, actions, log_probs, values, rewards, dones, truncated, taken))
-        agent._last_obs = new_obs  # type: ignore[assignment]
+        agent._last_obs = new_obs
         agent._last_episode_starts = dones
     observations, all_actions, *evaluated, all_rewards, all_dones, cut, mask = zip(
         *steps, strict=True
