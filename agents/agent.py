@@ -593,6 +593,7 @@ class Agent(BaseAlgorithm):
             and type(self).evaluate is Agent.evaluate
             and self.loss_aggregation != "seq-mean-token-sum-norm"
             and not self.kl_loss_coef
+            and self.micro_batch_size is None
             and bool(batch.valid.all())
         ):
             return FusedUpdate(self, network, batch)

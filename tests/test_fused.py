@@ -225,6 +225,19 @@ def test_an_objective_of_ones_own_goes_the_plain_path(monkeypatch):
     assert isinstance(agent._choose_update(agent.rollout_buffer.as_transitions()), AutogradUpdate)
 
 
+def test_micro_batches_go_the_plain_path_and_change_nothing():
+    ends = []
+    for micro_batch_size in (None, 5):
+        env = make_vec_env("CartPole-v1", 4, seed=0)
+        agent = PPO(
+            "MlpPolicy", env, n_steps=32, batch_size=32, seed=0, micro_batch_size=micro_batch_size
+        )
+        ends.append(agent.learn(128))
+    update = ends[1]._choose_update(ends[1].rollout_buffer.as_transitions())
+    assert isinstance(update, AutogradUpdate)
+    assert_same_training(*ends)
+
+
 finite = st.floats(-3, 3, allow_nan=False, width=32)
 
 
