@@ -9,6 +9,7 @@ import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -37,6 +38,7 @@ from agents.aggregation import aggregation_weights
 from agents.collectors import (
     Collect,
     check_finite,
+    find_late,
     find_mdp,
     generate_completions,
     gives_whole_completions,
@@ -45,7 +47,12 @@ from agents.collectors import (
 )
 from agents.engines import TorchEngine
 from agents.evaluation import evaluate_task
-from agents.fused import FusedActorCritic, FusedUpdate, as_many_threads_as_pay
+from agents.fused import (
+    FusedActorCritic,
+    FusedUpdate,
+    as_many_threads_as_pay,
+    is_supported,
+)
 from agents.kl_control import KLController
 from agents.objectives import Objective, value_loss
 from agents.policies import Evaluation, LMPolicy
@@ -206,12 +213,12 @@ class Agent(BaseAlgorithm):
         """Says what is wrong before anything is collected."""
         for name in ("n_steps", "batch_size", "micro_batch_size", "n_epochs", "group_size"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
+            if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from 1 on.")
         self._check_schedule("learning_rate")
         for name in ("max_grad_norm", "ent_coef", "vf_coef", "kl_loss_coef"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and value >= 0):
+            if not (isinstance(value, Real) and float(value) >= 0):
                 raise ValueError(f"{name} is {value!r}; it must be a number and not negative.")
         if self.target_kl is not None and not self.target_kl > 0:
             raise ValueError(f"target_kl is {self.target_kl}; it must be positive, or None.")
@@ -271,9 +278,15 @@ class Agent(BaseAlgorithm):
         self.network: FusedActorCritic | None = None
         if isinstance(self.policy, LMPolicy):
             self.engine = TorchEngine(self.policy.lm)
-        elif self.fuses and FusedActorCritic.supports(self.policy):
-            self.network = FusedActorCritic(self.policy, self.uses_critic)
+        self._refresh_network()
         self._use_env()
+
+    def _refresh_network(self) -> None:
+        """Takes up what was done to the policy since; None is the plain path."""
+        if not (self.fuses and is_supported(self.policy)):
+            self.network = None
+        elif self.network is None or not self.network.fits(self.policy):
+            self.network = FusedActorCritic(self.policy, self.uses_critic)
 
     def _use_env(self) -> None:
         """Everything that depends on the environment at hand."""
@@ -309,6 +322,7 @@ class Agent(BaseAlgorithm):
                 f"group_size is {self.group_size}, which does not divide the {self.n_envs} slots "
                 f"of the environment; choose num_envs as a multiple of group_size."
             )
+        find_late(self.env)  # refuses wrappers that would count its restarts
         self._collect = self._choose_collector(text)
         num_starts = len(self.mdp.task) if self.mdp is not None else _RESET_SEEDS
         position = self.prompt_sampler.position  # another environment goes on where this one was
@@ -417,6 +431,7 @@ class Agent(BaseAlgorithm):
                 while self.num_timesteps < total_timesteps:
                     self.resume_point = checkpoint.counters(self)
                     if not self.collect_rollouts(callback):
+                        self.resume_point = None  # the rollout is given up
                         break
                     iteration += 1
                     self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
@@ -431,6 +446,7 @@ class Agent(BaseAlgorithm):
 
     def collect_rollouts(self, callback: BaseCallback) -> bool:
         """Fills `rollout_buffer`; False where a callback stopped the training."""
+        self._refresh_network()
         if self.network is None:  # the layers of a network behave alike in both modes
             self.policy.set_training_mode(False)
         check_finite("observation", self._last_obs, self.num_timesteps)
@@ -543,7 +559,8 @@ class Agent(BaseAlgorithm):
         """Updates the policy on the last rollout."""
         assert self.rollout_buffer is not None
         start = time.perf_counter()
-        if self.network is None:
+        self._refresh_network()
+        if not self.policy.training:
             self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         batch = self.rollout_buffer
@@ -587,7 +604,7 @@ class Agent(BaseAlgorithm):
         network = self.network
         if (
             network is not None
-            and network.fits(self.policy)
+            and network.flat.steps_agree()
             and type(self).policy_loss is Agent.policy_loss
             and type(self).value_loss is Agent.value_loss
             and type(self).evaluate is Agent.evaluate
@@ -640,8 +657,9 @@ class Agent(BaseAlgorithm):
                 record("rollout/reward", float(batch.episode_returns[batch.valid].mean()))
                 record("rollout/task_reward", float(task_returns[batch.valid].mean()))
             record("rollout/length", tokens / len(batch))
-        # The mean of −log π over what was sampled estimates the entropy without bias.
-        record("rollout/entropy", -float(batch.logprobs[batch.mask].mean()))
+        if tokens:
+            # The mean of −log π over what was sampled estimates the entropy without bias.
+            record("rollout/entropy", -float(batch.logprobs[batch.mask].mean()))
         record("time/rollout_seconds", self.rollout_seconds)
         record("time/rollout_tokens_per_second", tokens / max(self.rollout_seconds, 1e-9))
         if not bool(batch.valid.all()):

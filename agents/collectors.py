@@ -18,7 +18,13 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.utils import obs_as_tensor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    VecEnv,
+    VecEnvWrapper,
+    VecMonitor,
+    VecTransposeImage,
+)
 
 from agents.fused import Actor
 from agents.policies import LMPolicy
@@ -345,7 +351,41 @@ def _stepping(env: VecEnv, actor: Actor | None) -> Callable[[NDArray[Any]], Any]
     """The environment's step, without copies where nobody could keep what it gives."""
     if actor is not None and type(env) is DummyVecEnv and env.keys == [None]:
         return partial(step_without_copies, env)
-    return env.step
+
+    def step(actions: NDArray[Any]) -> Any:
+        # An environment may give the same arrays at each step, with other numbers in them.
+        observations, rewards, dones, infos = env.step(actions)
+        return _copied(observations), np.array(rewards, np.float32), np.array(dones), infos
+
+    return step
+
+
+def _copied(observations: Any) -> Any:
+    if isinstance(observations, Mapping):
+        return {key: np.array(value) for key, value in observations.items()}
+    return np.array(observations)
+
+
+def find_late(env: VecEnv) -> GymVecEnv | None:
+    """Returns the vector whose restarts take a step of their own, or None where none does.
+
+    Raises:
+        ValueError: A wrapper around it would take the restarts for steps.
+    """
+    wrapper, inner = None, env
+    while isinstance(inner, VecEnvWrapper):
+        if not isinstance(inner, VecTransposeImage):
+            wrapper = inner
+        inner = inner.venv
+    if not (isinstance(inner, GymVecEnv) and inner.restarts_late):
+        return None
+    if wrapper is not None:
+        raise ValueError(
+            f"{type(wrapper).__name__} would take the restarts of {inner.venv}, which need a step "
+            "of their own, for steps; make the environment with gym.make_vec(..., "
+            "vectorization_mode='sync')."
+        )
+    return inner
 
 
 def _act(
@@ -472,12 +512,14 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
     watched = _is_watched(callback)
     actor = _silent_actor(agent, callback)
     clip, step = _clipping(agent), _stepping(env, actor)
-    late = env if isinstance(env, GymVecEnv) and env.restarts_late else None
+    late = find_late(env)
     everyone = np.ones(env.num_envs, dtype=np.bool_)
     log_probs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     steps = []
     finals: list[tuple[int, int, Any]] = []  # slot, step and last observation of each episode
+    agent._last_obs = _copied(agent._last_obs)
+    continuous = isinstance(agent.action_space, spaces.Box)
     for n_steps in range(agent.n_steps):
         obs: Any = agent._last_obs
         if actor is None:
@@ -486,9 +528,10 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         else:
             _reset_noise(agent, n_steps, actor.reset_noise)
             actions = actor(obs)
+            if continuous and not np.isfinite(actions).all():
+                check_finite("observation", obs, agent.num_timesteps)
         clipped_actions = clip(actions)
         new_obs, rewards, dones, infos = step(clipped_actions)
-        rewards = rewards.astype(np.float32, copy=False)
         taken = everyone if late is None else ~late.restarted
         if agent.subtracts_kl:
             assert log_probs is not None
@@ -518,8 +561,10 @@ def step_transitions(agent: Agent, callback: BaseCallback) -> Trajectories | Non
         truncated = np.zeros(env.num_envs, dtype=np.bool_)
         if dones.any():
             for i in np.flatnonzero(dones).tolist():
-                truncated[i] = infos[i].get("TimeLimit.truncated", False)
-                finals.append((i, n_steps, infos[i]["terminal_observation"]))
+                final = infos[i].get("terminal_observation")
+                if final is not None:  # without one there is nothing to bootstrap from
+                    truncated[i] = infos[i].get("TimeLimit.truncated", False)
+                    finals.append((i, n_steps, final))
         steps.append((obs, actions, log_probs, values, rewards, dones, truncated, taken))
         agent._last_obs = new_obs
         agent._last_episode_starts = dones

@@ -333,7 +333,7 @@ def value_loss(
         pessimistic: Takes the larger of the clipped and the unclipped error.
 
     Raises:
-        ValueError: The clip range is not positive, or there are no old values to clip around.
+        ValueError: The clip range is negative, or there are no old values to clip around.
 
     Examples:
         >>> values, old, returns = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.5])
@@ -347,9 +347,9 @@ def value_loss(
     error = (values - returns).square()
     if clip_range is None:
         return error
-    if not clip_range > 0:
+    if not clip_range >= 0:
         raise ValueError(
-            f"The clip range of the values is {clip_range}; it must be positive, or None."
+            f"The clip range of the values is {clip_range}; it must not be negative, or None."
         )
     if old_values is None:
         raise ValueError("A clip range of the values needs old_values to clip around; pass them.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ class PPO(Agent):
         text = is_language_policy(policy)
         self.gamma = _default(gamma, 1.0 if text else 0.99)
         self.gae_lambda = _default(gae_lambda, 1.0 if text else 0.95)
-        self.objective = objective
+        # A copy: its β moves with this agent, and another may be given the same.
+        self.objective = copy(objective)
         self.clip_range = clip_range
         self.clip_range_high = clip_range_high
         self.clip_range_lower = _default(clip_range_lower, 3.0 if text else None)
@@ -174,6 +176,11 @@ class PPO(Agent):
             raise ValueError(
                 f"objective is {self.objective!r}; use 'clip', or one of agents.kl_control for a "
                 "KL penalty, such as TwoSidedKL(1.0, target=0.01)."
+            )
+        if isinstance(self.objective, KLController) and self.clip_range_high is not None:
+            raise ValueError(
+                f"objective is {self.objective}, which clips nothing, and clip_range_high is "
+                f"{self.clip_range_high}; leave one out."
             )
         for name in ("clip_range", "clip_range_high", "clip_range_vf"):
             if name == "clip_range" or getattr(self, name) is not None:
@@ -218,7 +225,9 @@ class PPO(Agent):
         super().train()
         if isinstance(self.objective, KLController):
             self.logger.record("train/kl_penalty_coef", self.objective.coef)
-            self.objective.update(self._divergence(), len(self.rollout_buffer or ()))
+            assert self.rollout_buffer is not None
+            if bool(self.rollout_buffer.loss_mask.any()):
+                self.objective.update(self._divergence(), len(self.rollout_buffer))
         else:
             self.logger.record("train/clip_range", self._now(self.clip_range))
         if self.clip_range_vf is not None:
@@ -259,7 +268,7 @@ class PPO(Agent):
         rows = torch.arange(len(batch), device=self.device)
         total = 0.0
         with torch.no_grad():
-            for part in rows.split(self.micro_batch_size or len(rows)):
+            for part in rows.split(self.micro_batch_size or self.batch_size or len(rows)):
                 piece = batch.select(part)
                 kl = kl_estimate(piece.logprobs, self.evaluate(piece).logprobs, "k3")
                 total += float(masked_sum(kl, piece.loss_mask))

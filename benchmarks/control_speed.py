@@ -62,8 +62,8 @@ class Config:
         "HalfCheetah-v4",
     )
     kinds: tuple[Kind, ...] = ("vec", "native")
-    pairs: int = 5
-    seconds: float = 5.0
+    pairs: int = 3
+    seconds: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,17 @@ def make_env(kind: Kind, env_id: str, n_envs: int) -> VecEnv:
     return GymVecEnv(gym.make_vec(env_id, num_envs=n_envs), allow_late=True)
 
 
-def time_learn(case: Case, column: Column, timesteps: int) -> float:
-    """Returns the seconds of `learn`."""
+def time_learn(case: Case, column: Column, timesteps: int) -> tuple[float, int]:
+    """Returns the seconds of `learn`, and the environment steps that it took."""
     agent_name: AgentName = "sb3-ppo" if column == "sb3" else "ppo"
     env = make_env("vec" if column == "sb3" else column, case.env_id, case.settings.n_envs)
     agent = make_agent(agent_name, normalized(env, case.settings), case.settings, seed=0)
     start = time.perf_counter()
     agent.learn(timesteps)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, agent.num_timesteps
 
 
-def time_in_fresh_process(case: Case, column: Column, timesteps: int) -> float:
+def time_in_fresh_process(case: Case, column: Column, timesteps: int) -> tuple[float, int]:
     """Returns `time_learn` of a process that has done nothing before."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(time_learn, case, column, timesteps).result()
@@ -127,7 +127,7 @@ def time_in_fresh_process(case: Case, column: Column, timesteps: int) -> float:
 def compare(case: Case, config: Config) -> dict[str, Any]:
     """Returns steps per second of each column and, for ours, the ratio of each round."""
     timesteps = case.rollout
-    while (seconds := time_in_fresh_process(case, "sb3", timesteps)) < config.seconds:
+    while (seconds := time_in_fresh_process(case, "sb3", timesteps)[0]) < config.seconds:
         timesteps *= max(2, math.ceil(config.seconds / seconds))
     kinds = [kind for kind in config.kinds if kind == "vec" or has_native(case.env_id)]
     columns: list[Column] = ["sb3", *kinds]
@@ -135,7 +135,8 @@ def compare(case: Case, config: Config) -> dict[str, Any]:
     for i in range(config.pairs):
         shift = i % len(columns)
         for column in columns[shift:] + columns[:shift]:
-            rates[column].append(timesteps / time_in_fresh_process(case, column, timesteps))
+            seconds, steps = time_in_fresh_process(case, column, timesteps)
+            rates[column].append(steps / seconds)
     result: dict[str, Any] = {"timesteps": timesteps}
     for column in columns:
         result[f"{column}_steps_per_second"] = [round(rate) for rate in rates[column]]

@@ -1,5 +1,7 @@
 """The same agents on environments other than text, beside Stable-Baselines3."""
 
+from typing import ClassVar
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -10,7 +12,12 @@ from gymnasium.vector import AutoresetMode
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
-from stable_baselines3.common.vec_env import SubprocVecEnv
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    SubprocVecEnv,
+    VecMonitor,
+    VecNormalize,
+)
 
 from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agents.fused import FusedUpdate
@@ -222,8 +229,13 @@ def test_a_kl_penalty_holds_the_update_and_adapts(tmp_path):
     agent = train(TwoSidedKL(1.0, 1e-9))
     agent.save(tmp_path / "agent")
     assert PPO.load(tmp_path / "agent").objective.coef == 2.0
+    shared = TwoSidedKL(1.0, 1e-9)
+    train(shared)
+    assert shared.coef == 1.0
     with pytest.raises(ValueError, match="objective is 'kl'"):
         train("kl")
+    with pytest.raises(ValueError, match=r"clips nothing, and clip_range_high is 0\.3"):
+        PPO("MlpPolicy", "CartPole-v1", objective=shared, clip_range_high=0.3)
 
 
 @pytest.mark.parametrize("mode", [*AutoresetMode, "vec"])
@@ -366,6 +378,113 @@ def test_vectors_that_restart_late():
     lengths = sorted(info["l"] for info in agent.ep_info_buffer)
     assert sum(lengths) + 4 * 128 - int(batch.mask.sum()) <= 4 * 128
     torch.testing.assert_close(batch.returns[slot, end], torch.tensor(1.0))
+
+
+def test_wrappers_that_would_count_restarts_are_refused():
+    late = GymVecEnv(gym.make_vec("CartPole-v1", num_envs=2), allow_late=True)
+    for wrapper in (VecMonitor, VecNormalize):
+        with pytest.raises(ValueError, match=f"{wrapper.__name__} would take the restarts"):
+            PPO("MlpPolicy", wrapper(late))
+
+
+def test_a_late_vector_of_images_keeps_its_mask():
+    """Stable-Baselines3 puts a wrapper around channels that come last."""
+
+    class Images(gym.vector.VectorEnv):
+        metadata: ClassVar = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        num_envs = 2
+        single_observation_space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
+        observation_space = gym.vector.utils.batch_space(single_observation_space, 2)
+        single_action_space = spaces.Discrete(2)
+        action_space = gym.vector.utils.batch_space(single_action_space, 2)
+
+        def _observe(self):
+            return np.zeros((2, 36, 36, 3), np.uint8)
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            return self._observe(), {}
+
+        def step(self, actions):
+            self.t = (self.t + 1) % 6
+            reward = np.full(2, 100.0 if self.t == 0 else 1.0)
+            return self._observe(), reward, np.full(2, self.t == 5), np.zeros(2, bool), {}
+
+    agent = PPO("CnnPolicy", Images(), n_steps=24, batch_size=24, n_epochs=1, seed=0).learn(1)
+    batch = agent.rollout_buffer
+    assert (~batch.mask).sum() == 8
+    assert (batch.rewards[batch.mask] == 1).all()
+    assert {info["r"] for info in agent.ep_info_buffer} == {5.0}
+
+
+@pytest.mark.parametrize("callback", [None, lambda *_: True])
+def test_arrays_that_an_environment_fills_anew_are_copied(callback):
+    class Reuses(DummyVecEnv):
+        """Gives its own buffers, and no last observation."""
+
+        def step_wait(self):
+            super().step_wait()
+            infos = [{} for _ in range(self.num_envs)]
+            return self.buf_obs[None], self.buf_rews, self.buf_dones, infos
+
+    agent = PPO("MlpPolicy", Reuses([Limits] * 2), n_steps=12, batch_size=24, seed=0)
+    agent.learn(1, callback=callback)
+    batch = agent.rollout_buffer
+    assert torch.equal(batch.observations[..., 0] + 1, batch.rewards)
+    assert batch.terminated.sum() >= 4
+    assert not batch.truncated.any()
+
+
+def test_a_linear_clip_range_of_the_values_ends_at_zero():
+    agent = PPO(
+        "MlpPolicy", "CartPole-v1", n_steps=32, batch_size=32, n_epochs=1,
+        clip_range_vf=lambda progress: 0.2 * progress, seed=0,
+        policy_kwargs={"activation_fn": torch.nn.ELU},
+    )  # fmt: skip
+    agent.learn(64)
+    assert agent.value_clip_range() == 0.0
+
+
+def test_a_rollout_of_restarts_alone_changes_nothing():
+    agent = PPO(
+        "MlpPolicy", gym.make_vec("CartPole-v1", num_envs=1), n_steps=1, batch_size=2,
+        normalize_advantage=False, objective=FixedKL(1.0), seed=0,
+    )  # fmt: skip
+    agent.learn(60)
+    assert agent.num_timesteps == 60
+
+
+@pytest.mark.parametrize("callback", [None, lambda *_: True])
+def test_no_action_follows_from_an_observation_that_is_not_a_number(callback):
+    class Breaks(Limits):
+        def step(self, action):
+            assert np.isfinite(action).all()
+            self.total = getattr(self, "total", 0) + 1
+            observation, *rest = super().step(action)
+            return observation * (np.nan if self.total == 7 else 1), *rest
+
+    env = make_vec_env(lambda: Breaks(spaces.Box(-1, 1, (2,), np.float32)), 1)
+    agent = PPO("MlpPolicy", env, n_steps=64, seed=0)
+    with pytest.raises(FloatingPointError, match="slot 0 holds nan at step 7"):
+        agent.learn(64, callback=callback)
+
+
+def test_an_agent_that_a_callback_stopped_is_saved_as_it_is(tmp_path):
+    agent = PPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=32, seed=0)
+    agent.learn(320, callback=lambda _locals, _globals: agent.num_timesteps < 50)
+    assert agent.num_timesteps == 50
+    agent.save(tmp_path / "agent")
+    assert PPO.load(tmp_path / "agent").num_timesteps == 50
+
+
+def test_numbers_of_numpy_are_numbers():
+    agent = PPO(
+        "MlpPolicy", "CartPole-v1", n_steps=np.int64(32), batch_size=np.int64(32),
+        ent_coef=np.float32(0.01), seed=0,
+    )  # fmt: skip
+    agent.learn(32)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        PPO("MlpPolicy", "CartPole-v1", batch_size=0)
 
 
 def test_a_late_vector_without_a_callback_gives_the_same_rollout():

@@ -1,13 +1,17 @@
 """Gradients that are written out give the numbers of autograd."""
 
+import copy
+
 import gymnasium as gym
 import numpy as np
 import pytest
+import stable_baselines3
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from agents import GRPO, PPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agents.fused import Actor
@@ -196,9 +200,20 @@ def test_weights_and_optimizers_that_are_replaced_are_taken_up(monkeypatch):
     assert "exp_avg of 0" not in state(agent)
 
 
+class Clamp(BaseFeaturesExtractor):
+    """Has no parameters, and is no flattening either."""
+
+    def __init__(self, observation_space):
+        super().__init__(observation_space, observation_space.shape[0])
+
+    def forward(self, observations):
+        return torch.tanh(observations / 10)
+
+
 @pytest.mark.parametrize(
     "policy_kwargs",
     [
+        {"features_extractor_class": Clamp},
         {"net_arch": []},
         {"activation_fn": torch.nn.ELU},
         {"optimizer_class": torch.optim.SGD},
@@ -212,6 +227,98 @@ def test_other_policies_go_the_plain_path(policy_kwargs):
     )
     assert agent.network is None
     agent.learn(32)
+
+
+def freeze(agent):
+    for parameter in agent.policy.mlp_extractor.parameters():
+        parameter.requires_grad = False
+
+
+def replace_layer(agent):
+    torch.manual_seed(1)
+    agent.policy.action_net = torch.nn.Linear(64, 2)
+    agent.policy.optimizer = torch.optim.Adam(agent.policy.parameters(), lr=1e-3)
+
+
+def replace_policy(agent):
+    agent.policy = PPO("MlpPolicy", agent.env, seed=5).policy
+
+
+def share_memory(agent):
+    agent.policy.share_memory()
+
+
+def hook(agent):
+    agent.policy.action_net.weight.register_hook(torch.zeros_like)
+
+
+def hook_step(agent):
+    def halve(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= 0.5
+
+    agent.policy.optimizer.register_step_pre_hook(halve)
+
+
+def train_a_part(agent):
+    agent.policy.optimizer = torch.optim.Adam(agent.policy.action_net.parameters(), lr=1e-3)
+
+
+def forget_a_step(agent):
+    agent.policy.optimizer.state[agent.policy.value_net.bias]["step"] = torch.tensor(1.0)
+
+
+def move_memory(agent):
+    agent.policy.action_net.weight.data = agent.policy.action_net.weight.data.clone()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [freeze, replace_layer, replace_policy, share_memory, hook, hook_step, train_a_part,
+     forget_a_step, move_memory],
+)  # fmt: skip
+def test_what_is_done_to_the_policy_is_taken_up(monkeypatch, change):
+    ends = []
+    for fuses in (True, False):
+        env = make_vec_env("CartPole-v1", 4, seed=0)
+        agent = train(monkeypatch, fuses, PPO, env, 128, n_steps=32, batch_size=32)
+        change(agent)
+        ends.append(agent.learn(256, reset_num_timesteps=False))
+    assert_same_training(*ends)
+
+
+def test_a_copy_of_an_agent_trains_all_of_its_layers(monkeypatch):
+    agent = train(
+        monkeypatch, True, PPO, make_vec_env("Pendulum-v1", 4, seed=0), 128, n_steps=32,
+        batch_size=32,
+    )  # fmt: skip
+    twin = copy.deepcopy(agent)
+    before = state(twin)
+    before = {name: value.clone() for name, value in before.items()}
+    twin.learn(256)
+    for name, value in twin.policy.named_parameters():
+        assert not torch.equal(value, before[name]), name
+    for name, value in agent.policy.named_parameters():
+        assert torch.equal(value, before[name]), name
+
+
+def test_actions_of_several_dimensions(monkeypatch):
+    class Matrix(gym.Env):
+        observation_space = gym.spaces.Box(-1, 1, (3,))
+        action_space = gym.spaces.Box(-1, 1, (2, 3))
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return self.observation_space.sample() * 0, {}
+
+        def step(self, action):
+            assert action.shape == (2, 3)
+            return np.full(3, action.mean()), float(action.sum()), False, False, {}
+
+    for agent_class in (PPO, stable_baselines3.PPO):
+        agent = agent_class("MlpPolicy", make_vec_env(Matrix, 2), n_steps=16, batch_size=16, seed=0)
+        agent.learn(32)
 
 
 def test_an_objective_of_ones_own_goes_the_plain_path(monkeypatch):

@@ -277,7 +277,7 @@ def test_wrong_arguments():
             function(zeros, zeros, zeros, -0.1)
     with pytest.raises(ValueError, match=r"clip ranges are 0.2 and nan"):
         gspo_objective(zeros, zeros, zeros, zeros == 0, 0.2, math.nan)
-    with pytest.raises(ValueError, match=r"values is 0.0; it must be positive"):
-        value_loss(zeros, zeros, zeros, 0.0)
+    with pytest.raises(ValueError, match=r"values is -0.1; it must not be negative"):
+        value_loss(zeros, zeros, zeros, -0.1)
     with pytest.raises(ValueError, match="needs old_values"):
         value_loss(zeros, zeros, clip_range=0.2)

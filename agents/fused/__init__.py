@@ -6,7 +6,8 @@ The numbers are those of the plain path, `agents.updates.AutogradUpdate`, to rou
 """
 
 from agents.fused.actor_critic import Actor, FusedActorCritic
+from agents.fused.support import is_supported
 from agents.fused.threads import as_many_threads_as_pay
 from agents.fused.update import FusedUpdate
 
-__all__ = ["Actor", "FusedActorCritic", "FusedUpdate", "as_many_threads_as_pay"]
+__all__ = ["Actor", "FusedActorCritic", "FusedUpdate", "as_many_threads_as_pay", "is_supported"]

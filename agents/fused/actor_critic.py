@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,25 +10,20 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from stable_baselines3.common.distributions import (
-    CategoricalDistribution,
-    DiagGaussianDistribution,
-    StateDependentNoiseDistribution,
-)
+from stable_baselines3.common.distributions import StateDependentNoiseDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.utils import obs_as_tensor
 
 from agents.fused.heads import Array, CategoricalHead, GaussianHead, Head, StateDependentHead
-from agents.fused.parameters import FlatParameters, is_plain_adam
-from agents.fused.towers import ACTIVATIONS, Towers
+from agents.fused.parameters import FlatParameters
+from agents.fused.towers import Towers
 from agents.trajectories import Observations
 
 _CHUNK = 2048
 
 
 class FusedActorCritic:
-    """The networks of an `ActorCriticPolicy` that `supports` accepts.
+    """The networks of an `ActorCriticPolicy` that `is_supported` accepts.
 
     Args:
         policy: The `ActorCriticPolicy`; its parameters become views of one tensor.
@@ -40,6 +36,7 @@ class FusedActorCritic:
         self._vectors = isinstance(space, spaces.Box) and len(space.shape) == 1
         actor_layers = _linear_layers(policy.mlp_extractor.policy_net)
         critic_layers = _linear_layers(policy.mlp_extractor.value_net) if critic else []
+        self._parameters = _trained_parameters(policy, critic)
         activation = type(policy.mlp_extractor.policy_net[1])
         if [layer.weight.shape for layer in actor_layers] == [
             layer.weight.shape for layer in critic_layers
@@ -58,6 +55,8 @@ class FusedActorCritic:
         if has_log_std := isinstance(getattr(policy, "log_std", None), torch.nn.Parameter):
             parameters.append(policy.log_std)
         self.flat = flat = FlatParameters(parameters, policy.optimizer)
+        # Arrays do not follow a tensor whose memory moves, as into another process or a copy.
+        self._addresses = flat.addresses()
         for tower, start in zip(self.towers, starts, strict=False):
             tower.attach(flat, int(start))
 
@@ -79,37 +78,14 @@ class FusedActorCritic:
             else:
                 self.head = GaussianHead(log_std, gradient)
 
-    @staticmethod
-    def supports(policy: ActorCriticPolicy) -> bool:
-        """Whether this is Stable-Baselines3's own MLP, on a CPU, with an optimiser that we know."""
-        extractor = policy.mlp_extractor
-        distribution = policy.action_dist
-        if not (
-            type(policy).__module__.startswith("stable_baselines3.")
-            and type(extractor) is MlpExtractor
-            and not list(policy.features_extractor.parameters())
-            and policy.share_features_extractor
-            and is_plain_adam(policy.optimizer)
-            and all(p.device.type == "cpu" and p.requires_grad for p in policy.parameters())
-        ):
-            return False
-        if isinstance(distribution, StateDependentNoiseDistribution):
-            if distribution.bijector or distribution.use_expln or not distribution.full_std:
-                return False
-        elif type(distribution) not in (CategoricalDistribution, DiagGaussianDistribution):
-            return False
-        networks: Any = (extractor.policy_net, extractor.value_net)
-        return all(
-            len(network) > 0
-            and all(type(layer) is torch.nn.Linear for layer in network[::2])
-            and {type(layer) for layer in network[1::2]} == {type(networks[0][1])}
-            and type(network[1]) in ACTIVATIONS
-            for network in networks
-        )
-
     def fits(self, policy: ActorCriticPolicy) -> bool:
-        """Whether the policy still has the optimiser that it came with."""
-        return policy.optimizer is self.flat.optimizer and is_plain_adam(policy.optimizer)
+        """Whether this is the policy as it was, its layers, its optimiser and its memory."""
+        return (
+            policy is self.policy
+            and policy.optimizer is self.flat.optimizer
+            and self._addresses == self.flat.addresses()
+            and all(map(operator.is_, self._parameters, _trained_parameters(policy, self.critic)))
+        )
 
     def operations(self, rows: int) -> float:
         """Returns the floating-point operations of a mini-batch, forward and backward."""
@@ -244,3 +220,12 @@ def _relu(values: Array, out: Array) -> Array:
 
 def _linear_layers(network: torch.nn.Sequential) -> list[torch.nn.Linear]:
     return [layer for layer in network if isinstance(layer, torch.nn.Linear)]
+
+
+def _trained_parameters(policy: Any, critic: bool) -> list[Any]:
+    """The parameters that are trained, in the order of the layers."""
+    layers = [*_linear_layers(policy.mlp_extractor.policy_net), policy.action_net]
+    if critic:
+        layers += [*_linear_layers(policy.mlp_extractor.value_net), policy.value_net]
+    found = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    return [*found, getattr(policy, "log_std", None)]

@@ -58,6 +58,15 @@ class FlatParameters:
                     view.copy_(state[name]) if name in state else view.zero_()
                     state[name] = view
 
+    def addresses(self) -> tuple[int, int]:
+        """Returns where the parameters and the gradients lie in memory."""
+        return self.values.data_ptr(), self.gradients.data_ptr()
+
+    def steps_agree(self) -> bool:
+        """Whether Adam has taken as many steps for each parameter, as one array needs."""
+        states = (self.optimizer.state.get(parameter) for parameter in self.parameters)
+        return len({float(state["step"]) if state else 0.0 for state in states}) == 1
+
     def view(self, flat: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
         """Returns parameters first, first + 1, ..., all of the same shape, as one tensor.
 
@@ -99,13 +108,3 @@ class FlatParameters:
         """Gives the optimiser its count of steps back."""
         for parameter in self.parameters:
             self.optimizer.state[parameter]["step"] = self._step.clone()
-
-
-def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimiser is Adam with nothing but a learning rate, betas and epsilon."""
-    group = optimizer.param_groups[0]
-    return (
-        type(optimizer) is torch.optim.Adam
-        and len(optimizer.param_groups) == 1
-        and not (group["weight_decay"] or group["amsgrad"] or group["maximize"])
-    )
