@@ -431,7 +431,6 @@ class Agent(BaseAlgorithm):
                 while self.num_timesteps < total_timesteps:
                     self.resume_point = checkpoint.counters(self)
                     if not self.collect_rollouts(callback):
-                        self.resume_point = None  # the rollout is given up
                         break
                     iteration += 1
                     self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
@@ -765,6 +764,9 @@ class Agent(BaseAlgorithm):
         include: Iterable[str] | None = None,
     ) -> None:
         """Writes a checkpoint of JSON, safetensors and plain tensors; see `agents.checkpoint`.
+
+        In the middle of a rollout, and after a callback or an exception ended one there, it holds
+        the start of that rollout: a resumed run repeats it, and equals one that went through.
 
         Args:
             path: A file name, to which ``.zip`` is added where it has no suffix, or a binary file

@@ -164,7 +164,7 @@ def test_speed_is_timed_in_pairs(monkeypatch):
 
     def fake(case, column, timesteps):
         calls.append((column, timesteps))
-        return next(times)
+        return next(times), timesteps
 
     monkeypatch.setattr(control_speed, "time_in_fresh_process", fake)
     config = control_speed.Config(kinds=("vec",), pairs=3)

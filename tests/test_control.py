@@ -469,14 +469,6 @@ def test_no_action_follows_from_an_observation_that_is_not_a_number(callback):
         agent.learn(64, callback=callback)
 
 
-def test_an_agent_that_a_callback_stopped_is_saved_as_it_is(tmp_path):
-    agent = PPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=32, seed=0)
-    agent.learn(320, callback=lambda _locals, _globals: agent.num_timesteps < 50)
-    assert agent.num_timesteps == 50
-    agent.save(tmp_path / "agent")
-    assert PPO.load(tmp_path / "agent").num_timesteps == 50
-
-
 def test_numbers_of_numpy_are_numbers():
     agent = PPO(
         "MlpPolicy", "CartPole-v1", n_steps=np.int64(32), batch_size=np.int64(32),
