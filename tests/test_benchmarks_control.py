@@ -167,7 +167,7 @@ def test_speed_is_timed_in_pairs(monkeypatch):
         return next(times), timesteps
 
     monkeypatch.setattr(control_speed, "time_in_fresh_process", fake)
-    config = control_speed.Config(kinds=("vec",), pairs=3)
+    config = control_speed.Config(kinds=("vec",), pairs=3, seconds=5.0)
     result = control_speed.compare(control_speed.Case("CartPole-v1", True), config)
     assert calls[:2] == [("sb3", 256), ("sb3", 1280)]
     assert [column for column, _ in calls[2:]] == ["sb3", "vec", "vec", "sb3", "sb3", "vec"]
