@@ -460,7 +460,8 @@ def main(config: Config) -> None:
     else:
         print_table(curves, console)
     if not config.markdown or config.plot:
-        for env_id, by_agent in curves.items():
+        # Every agent that is recorded, whichever were asked for now.
+        for env_id, by_agent in load(config.envs, AGENTS, config.results).items():
             console.print(f"Drew {plot(env_id, by_agent, config.images)}")
     if failed:
         raise SystemExit(failed)
