@@ -358,6 +358,33 @@ def value_loss(
     return torch.maximum(error, clipped) if pessimistic else clipped
 
 
+def value_loss_derivative(
+    values: Array, returns: Array, old_values: Array, clip_range: float | None = None
+) -> tuple[Array, Array]:
+    """Returns `value_loss`, with the clipped error alone, and its derivative by V.
+
+    Args:
+        values: V, (B,).
+        returns: Targets G, (B,).
+        old_values: V during the rollout, (B,).
+        clip_range: None does not clip.
+
+    Examples:
+        >>> one, zero = np.ones(1, dtype=np.float32), np.zeros(1, dtype=np.float32)
+        >>> value_loss_derivative(2 * one, one, zero)
+        (array([1.], dtype=float32), array([2.], dtype=float32))
+        >>> value_loss_derivative(2 * one, one, zero, clip_range=0.5)[1]
+        array([-0.], dtype=float32)
+    """
+    if clip_range is None:
+        difference = values - returns
+        return np.square(difference), 2 * difference
+    change = values - old_values
+    held = old_values + np.minimum(np.maximum(change, -clip_range), clip_range)
+    difference = held - returns
+    return np.square(difference), 2 * difference * (np.abs(change) <= clip_range)
+
+
 def _log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
     return (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 

@@ -27,9 +27,11 @@ class FlatParameters:
         for parameter in self.parameters:
             self.offsets.append(self.offsets[-1] + parameter.numel())
         size = self.offsets[-1]
-        self.values, self.gradients = torch.empty(size), torch.zeros(size)
-        self._moments = {"exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
-        self._step = torch.zeros(())
+        self.values, self.gradients, first, second = (
+            torch.zeros(size, dtype=torch.float32) for _ in range(4)
+        )
+        self._moments = {"exp_avg": first, "exp_avg_sq": second}
+        self._step = torch.zeros((), dtype=torch.float32)
         indices = range(len(self.parameters))
         self._value_views = [self.view(self.values, index) for index in indices]
         self._gradient_views = [self.view(self.gradients, index) for index in indices]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from agents.fused.actor_critic import FusedActorCritic
 from agents.fused.heads import Array
+from agents.objectives import value_loss_derivative
 from agents.trajectories import Trajectories
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class FusedUpdate:
         value_gradient: Array | None = None
         if values is not None:
             returns, old_values = critic
-            errors, value_gradient = _value_derivative(
+            errors, value_gradient = value_loss_derivative(
                 values, returns, old_values, self.clip_range_vf
             )
             means["value_loss"] = float(errors.dot(mean))
@@ -100,16 +101,3 @@ class FusedUpdate:
     def finish(self) -> None:
         """Leaves policy and optimiser as if the plain path had trained them."""
         self.network.flat.detach_optimizer()
-
-
-def _value_derivative(
-    values: Array, returns: Array, old_values: Array, clip_range: float | None
-) -> tuple[Array, Array]:
-    """The squared error of `agents.objectives.value_loss` and its derivative, (B,)."""
-    if clip_range is None:
-        difference = values - returns
-        return np.square(difference), 2 * difference
-    change = values - old_values
-    held = old_values + np.minimum(np.maximum(change, -clip_range), clip_range)
-    difference = held - returns
-    return np.square(difference), 2 * difference * (np.abs(change) <= clip_range)
