@@ -8,7 +8,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
@@ -58,7 +58,7 @@ from agents.objectives import Objective, value_loss
 from agents.policies import Evaluation, LMPolicy
 from agents.progress import ProgressCallback
 from agents.sampling import PromptSampler, shuffling_seed
-from agents.trajectories import Trajectories
+from agents.trajectories import Trajectories, merge_steps
 from agents.updates import AutogradUpdate
 from textrl_env.core import TokenMDP
 from textrl_env.kl import kl_estimate
@@ -534,11 +534,7 @@ class Agent(BaseAlgorithm):
                 reference=self.mdp.reference.model if full_kl else None,  # type: ignore[union-attr]
             )
         shape = batch.mask.shape
-        observations = (
-            {key: tensor.flatten(0, 1) for key, tensor in batch.observations.items()}
-            if isinstance(batch.observations, Mapping)
-            else batch.observations.flatten(0, 1)
-        )
+        observations = merge_steps(batch.observations)
         actions = batch.actions.flatten(0, 1)
         if isinstance(self.action_space, spaces.Discrete):
             actions = actions.long()

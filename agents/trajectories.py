@@ -108,5 +108,12 @@ class Trajectories:
         return flat.select(torch.nonzero(flat.mask[:, 0])[:, 0])
 
 
+def merge_steps(observations: Observations) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Returns observations (B, T, ...) as one batch (B·T, ...)."""
+    if isinstance(observations, Mapping):
+        return {key: tensor.flatten(0, 1) for key, tensor in observations.items()}
+    return observations.flatten(0, 1)
+
+
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(tensor.shape[0] * tensor.shape[1], 1, *tensor.shape[2:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from agents.fused.heads import Array, CategoricalHead, GaussianHead, Head, StateDependentHead
 from agents.fused.parameters import FlatParameters
 from agents.fused.towers import Towers
-from agents.trajectories import Observations
+from agents.trajectories import Observations, merge_steps
 
 _CHUNK = 2048
 
@@ -198,11 +197,8 @@ class Actor:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns log-probabilities and values of steps, (n, T), in pieces that bound memory."""
         shape = actions.shape[:2]
-        if isinstance(observations, Mapping):
-            flat: Any = {key: value.flatten(0, 1) for key, value in observations.items()}
-        else:
-            flat = observations.flatten(0, 1)
-        features, rows = self._network.features(flat), actions.flatten(0, 1).numpy()
+        features = self._network.features(merge_steps(observations))
+        rows = actions.flatten(0, 1).numpy()
         parts = [
             self._network.evaluate(features[start : start + _CHUNK], rows[start : start + _CHUNK])
             for start in range(0, len(rows), _CHUNK)

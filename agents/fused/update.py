@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from agents.fused.actor_critic import FusedActorCritic
 from agents.fused.heads import Array
 from agents.objectives import value_loss_derivative
-from agents.trajectories import Trajectories
+from agents.trajectories import Trajectories, merge_steps
 
 if TYPE_CHECKING:
     from agents.agent import Agent
@@ -36,12 +36,7 @@ class FusedUpdate:
         network.flat.attach()
         network.flat.attach_optimizer()
         assert batch.advantages is not None
-        observations = batch.observations
-        if isinstance(observations, torch.Tensor):
-            observations = observations.squeeze(1)
-        else:
-            observations = {key: value.squeeze(1) for key, value in observations.items()}
-        self._features = network.features(observations)
+        self._features = network.features(merge_steps(batch.observations))
         self._columns: list[NDArray[Any]] = [
             batch.actions.squeeze(1).numpy(),
             batch.logprobs[:, 0].numpy(),
